@@ -1,12 +1,12 @@
 """Sequences that own their tokens.
 
 =================  ================================================================
-`sequence.py`      `LlamaSequence`: what users hold; the iterators of `generate` and `stream`
+`sequence.py`      `LlamaSequence`, the public class; the iterators of `generate` and `stream`
 `text.py`          stop strings, and text from tokens
 `ledger.py`        tokens, and how many of them are evaluated
-`cells.py`         what the context holds of a sequence: rewind, evaluate, park, fork
-`pool.py`          ids and room of one context, shared by its sequences
-`checkpoints.py`   where memories go back to that cannot be rewound
+`cells.py`         a sequence's cells or saved state: rewind, evaluate, park, fork
+`pool.py`          sequence ids and cells of one context, shared by its sequences
+`checkpoints.py`   rollback points for memories that cannot be rewound
 `logprobs.py`      log-probabilities of tokens, by id and as text
 `saved.py`         files
 =================  ================================================================

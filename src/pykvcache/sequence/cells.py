@@ -1,4 +1,4 @@
-"""What a context's memory holds of one LlamaSequence: lending, rewinding, evaluating, parking."""
+"""The cells or saved state of a LlamaSequence: attach, rewind, evaluate, park."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class PutBack:
     put
         Called with an id, it makes the memory hold the sequence there.
     least
-        To how many tokens a window of it can be cut, or more; to fewer the cells are missing.
+        Shortest length to which the restored sequence can be truncated. Below it, window cells
+        are missing.
     """
 
     put: Callable[[int], object]
@@ -48,9 +49,9 @@ class PutBack:
 
 
 class Twins:
-    """Sequences that hold the same: a fork and its origin, until one of them changes.
+    """A fork and its origin while they are equal: parked, they share one saved state.
 
-    The state is kept by those that are parked, not here.
+    Only a weak reference to the state is held here; the parked sequences own it.
     """
 
     __slots__ = ("_state",)
@@ -59,11 +60,11 @@ class Twins:
         self._state: Callable[[], PutBack | None] = lambda: None
 
     def is_parked_with(self, state: PutBack) -> bool:
-        """Whether this is the state of those that are parked."""
+        """Whether this is the shared saved state."""
         return self._state() is state
 
     def state(self, take_out: Callable[[], PutBack]) -> PutBack:
-        """Return the state of those that are parked, or take it out for the first of them."""
+        """Return the shared saved state; create it if none of them is parked yet."""
         known = self._state()
         if known is None:
             known = take_out()
@@ -72,10 +73,10 @@ class Twins:
 
 
 class SequenceCells:
-    """A ledger, and the cells or the saved state that follow it. The pool's lock is held.
+    """A ledger, and the cells or saved state behind it. The pool's lock is held.
 
-    Live: it has an id, and the memory holds ``ledger.n_held`` tokens under it. Parked: it has
-    none, and `state` is what the memory held. Neither: nothing was evaluated yet.
+    Live: the sequence has an id, and the memory holds ``ledger.n_held`` tokens under it. Parked:
+    it has no id, and `state` is its saved state. Otherwise nothing was evaluated yet.
     """
 
     def __init__(
@@ -93,9 +94,9 @@ class SequenceCells:
         self.state: PutBack | None = None
         self._row: tuple[int, Row] | None = None
         self.pins = 0
-        self.branches: set[int] = set()  # where others went another way: places for checkpoints
+        self.branches: set[int] = set()  # points where other prompts diverge: checkpoint candidates
         self.stage: Stage | None = None
-        self._twins: tuple[tuple[int, int], Twins] | None = None  # and what they hold by name
+        self._twins: tuple[tuple[int, int], Twins] | None = None  # keyed by (version, n_held)
         self._native = pool.native
         self.needs_points = self._native.has_rest
         self._has_state, self._has_window = self._native.has_state_part, self._native.has_window
@@ -108,7 +109,7 @@ class SequenceCells:
 
     @property
     def row(self) -> Row | None:
-        """Logits after the last token; an edit of the tokens forgets them."""
+        """Logits after the last token; an edit of the tokens discards them."""
         row = self._row
         return row[1] if row is not None and row[0] == self.ledger.edits else None
 
@@ -118,13 +119,13 @@ class SequenceCells:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether it takes part in what runs now, and cannot be parked."""
+        """Whether it takes part in the current step and must not be parked."""
         return self.pins > 0 or (self.stage is not None and self.stage.is_on)
 
-    # Coming and going -----------------------------------------------------------------------
+    # Attach and park ------------------------------------------------------------------------
 
     def attach(self) -> int:
-        """Make the sequence live, and what it holds certain; return its id."""
+        """Make the sequence live, verify its cells, and return its id."""
         if self.seq_id is None:
             self._own(self.pool.need_id(self))
             if self.state is not None:
@@ -155,7 +156,7 @@ class SequenceCells:
             self._be_twin(self._twins[1])
 
     def park(self) -> None:
-        """Leave the cells and keep the state; what has no state is evaluated again later."""
+        """Free the cells and keep the state; without a state, tokens are evaluated again later."""
         if self.seq_id is None:
             return
         self._verify()
@@ -172,7 +173,7 @@ class SequenceCells:
 
     @property
     def twins(self) -> Twins:
-        """Those that hold the same as this one; it is live, and was verified just now."""
+        """Sequences equal to this one, which is live and verified."""
         name = self.ledger.version, self.n_held
         if self._twins is None or self._twins[0] != name:
             self._twins = name, Twins()
@@ -182,23 +183,23 @@ class SequenceCells:
         self._twins = (self.ledger.version, self.n_held), twins
 
     def release(self) -> None:
-        """Free everything; the ledger stays."""
+        """Free everything but the ledger."""
         self.state = self._row = None
         self.points = Checkpoints()
         if self.seq_id is not None:
             self._disown()
         self._emptied()
 
-    # What is certain --------------------------------------------------------------------------
+    # Verification -----------------------------------------------------------------------------
 
     def note(self) -> None:
-        """Remember what the memory holds now, to find out later whether others changed it."""
+        """Record the memory's prefix version, to detect changes made outside the sequence."""
         self.ledger.version = self._native.prefix_version(self.ledger.seq_id)
 
     def _verify(self) -> None:
-        """Drop what was changed by hand, or lost when a decode of another sequence failed."""
+        """Drop cells that were changed outside, or lost when another sequence's decode failed."""
         n, last = self.ledger.n_held, self._native.seq_pos(self.ledger.seq_id, True)
-        # A decode that was stopped leaves states behind that no position shows.
+        # An aborted decode leaves states behind that no position shows.
         is_cut = self.needs_points and self._native.needs_removal(self.ledger.seq_id)
         if n and self._native.holds_prefix(self.ledger.seq_id, self.ledger.version):
             is_whole = self._go_back(self.ledger.n_evaluated) if is_cut else last == n - 1
@@ -210,7 +211,7 @@ class SequenceCells:
             self._restart()
 
     def _restart(self) -> None:
-        """Begin again with an empty memory."""
+        """Start over with an empty memory."""
         self._native.seq_rm(self.ledger.seq_id, None, None)
         self._emptied()
 
@@ -223,7 +224,7 @@ class SequenceCells:
     # Rewinding --------------------------------------------------------------------------------
 
     def trim(self) -> bool:
-        """Give cells back that hold tokens of the past, where the memory can; tell whether."""
+        """Free the cells of stale tokens if the memory can; return whether it did."""
         if self.seq_id is None or not len(self.ledger.stale):
             return False
         self._verify()
@@ -236,7 +237,7 @@ class SequenceCells:
         return True
 
     def rewind(self, n: int) -> None:
-        """Make the memory hold the first n evaluated tokens, or fewer where it cannot."""
+        """Make the memory hold the first n evaluated tokens, or fewer if it cannot."""
         if n == self.ledger.n_held and self._native.can_resume(self.ledger.seq_id, n):
             return
         if n == 0:
@@ -249,7 +250,7 @@ class SequenceCells:
             self._restart()
 
     def _go_back(self, n: int) -> bool:
-        """Go back to the deepest checkpoint that lies at n tokens or before."""
+        """Roll back to the deepest checkpoint at or before n tokens."""
         while n := self._kept(n):
             try:
                 self.with_room(partial(self._put_back, n))
@@ -261,14 +262,14 @@ class SequenceCells:
         return False
 
     def _windows(self) -> list[Range]:
-        """Return the tokens whose window cells are in the memory or in checkpoints."""
+        """Return the ranges of tokens with window cells in the memory or in checkpoints."""
         if not self._has_window:
             return []
         held = [] if self.seq_id is None else [self._native.window_range(self.seq_id)]
         return [*self.points.covered(), *held]
 
     def _kept(self, n: int) -> int:
-        """Return the most tokens up to n that checkpoints let the sequence go back to."""
+        """Return the greatest length up to n that checkpoints can restore."""
         return deepest(
             n,
             self._windows(),
@@ -278,14 +279,14 @@ class SequenceCells:
         )
 
     def _put_back(self, n: int) -> None:
-        """Make the memory hold the first n tokens, out of its own cells and of checkpoints."""
+        """Restore the first n tokens from the memory's own cells and from checkpoints."""
         native, seq_id = self._native, self.ledger.seq_id
         attention: list[tuple[npt.NDArray[np.uint8], int, int]] = []
         cell = native.block_bytes()
         if cell or self._has_window:
             cells = np.empty(n * cell, np.uint8)
             if cell and not native.get_block(seq_id, 0, n, cells):
-                raise PartialStateError("the attention cells are not all there", seq_id, n - 1)
+                raise PartialStateError("attention cells are missing", seq_id, n - 1)
             attention.append((cells, n, n))
         first = native.window_needed(n)
         window = self.window_cells(first, n) if self._has_window else None
@@ -293,14 +294,14 @@ class SequenceCells:
         native.set_blocks(seq_id, attention, window, first, state, known_values=True)
 
     def window_cells(self, begin: int, end: int) -> list[tuple[npt.NDArray[np.uint8], int, int]]:
-        """Return the window cells of some tokens, out of checkpoints and of the memory.
+        """Return the window cells of ``[begin, end)``, from checkpoints and the memory.
 
-        Each chunk as bytes, how many cells they are, and how many of these count.
+        Each chunk is a tuple: its bytes, its number of cells, and how many of them are used.
 
         Raises
         ------
         PartialStateError
-            They are not all there.
+            A cell is in neither.
         """
         found, native = [], self._native
         layout = native.block_layout("window")
@@ -325,11 +326,11 @@ class SequenceCells:
         return found
 
     def reachable(self, n: int) -> int:
-        """Return how many of its first n tokens a fork holds without evaluating."""
+        """Return how many of the first n tokens a fork holds without evaluation."""
         if not self.needs_points or n == self.n_held:
             return n
         if self.seq_id is None:
-            # A state can be cut as far as its window reaches.
+            # A saved state can be truncated as far as its window reaches.
             if self.state is not None and not self._has_state and n >= self.state.least:
                 return n
         elif self._native.can_resume(self.seq_id, n):
@@ -338,7 +339,7 @@ class SequenceCells:
 
     @property
     def n_fresh(self) -> int:
-        """How many evaluated tokens are what a fresh run makes of them: all, before a shift."""
+        """Number of evaluated tokens equal to a fresh run: all of them, or those before a shift."""
         n = self.ledger.n_evaluated
         return n if self.ledger.shifted_at is None else min(n, self.ledger.shifted_at)
 
@@ -350,17 +351,17 @@ class SequenceCells:
         if self.seq_id is not None:
             self.note()
 
-    # Dropping tokens out of the middle -----------------------------------------------------------
+    # Context shift --------------------------------------------------------------------------
 
     def discard(self, begin: int, end: int) -> None:
-        """Drop held tokens and move those after them down; UnsupportedOperation changes nothing."""
+        """Remove ``[begin, end)`` and shift the rest down; UnsupportedOperation changes nothing."""
         native = self._native
         try:
             native.remove(self.ledger.seq_id, begin, end)
         except UnsupportedOperation:
             if not (native.can_shift() and self._is_shared() and self._is_whole_in_state()):
                 raise
-            # Shared cells cannot be moved: out and in again, they are its own.
+            # Shared cells cannot be shifted: parking and restoring makes private copies.
             self.park()
             self.attach()
             native.remove(self.ledger.seq_id, begin, end)
@@ -378,7 +379,7 @@ class SequenceCells:
         return bool((mine.sum(axis=1) > 1).any())
 
     def _is_whole_in_state(self) -> bool:
-        """Whether a state has all of its cells: of a window it has what the next token sees."""
+        """Whether a saved state has all cells: for a window it has those the next token sees."""
         try:
             self._native.state_size(self.ledger.seq_id)
         except UnsupportedOperation:
@@ -389,7 +390,7 @@ class SequenceCells:
     # Evaluating -------------------------------------------------------------------------------
 
     def evaluate(self, *, want_row: bool) -> Row | None:
-        """Compute what is pending; with `want_row` the logits after the last token."""
+        """Evaluate the pending tokens; with `want_row` return the logits after the last token."""
         ledger = self.ledger
         n = len(ledger)
         if n > self.pool.most_tokens:
@@ -403,20 +404,20 @@ class SequenceCells:
             is_part = self.needs_points and is_prompt
             end = self.next_stop(n) if is_part else n
             if not self._decode(end, want_row and end == n):
-                self._begin(n, want_row)  # it was changed by hand meanwhile
+                self._begin(n, want_row)  # the cells were changed outside in between
             elif is_part:
                 self.checkpoint()
-        if want_row:  # without them nobody has waited for the end of the computation
+        if want_row:  # without logits, the computation may not be finished
             self.pool.note_time(begin, n, time.perf_counter() - began)
         return self.row
 
     def _begin(self, n: int, want_row: bool) -> None:
         self.attach()
-        # Logits are made by a decode: the last token is decoded again where all are held.
+        # Logits come from a decode: if all tokens are held, decode the last one again.
         self.rewind(min(self.ledger.n_evaluated, n - 1) if want_row else self.ledger.n_evaluated)
 
     def _decode(self, end: int, want_row: bool) -> bool:
-        """Decode up to a token; False, and nothing done, where the cells are not what was noted."""
+        """Decode up to a token; return False, with nothing done, if the cells were changed."""
 
         def run() -> tuple[bool, Row | None]:
             try:
@@ -433,11 +434,11 @@ class SequenceCells:
         return done
 
     def failed(self) -> None:
-        """After a decode that failed: the ledger knows what is held, checkpoints beyond go."""
+        """After a failed decode, drop the checkpoints beyond the evaluated tokens."""
         self.points.drop_after(self.ledger.n_evaluated)
 
     def with_room(self, call: Callable[[], _T]) -> _T:
-        """Call, and park an idle sequence whenever there is no room."""
+        """Run `call`; park an idle sequence and retry while the cache is full."""
         self.pins += 1
         try:
             while True:
@@ -450,13 +451,13 @@ class SequenceCells:
             self.pins -= 1
 
     def next_stop(self, end: int) -> int:
-        """Where to pause an evaluation up to ``end``, to take a checkpoint there."""
+        """Return where to pause an evaluation up to ``end``, to take a checkpoint there."""
         begin = self.ledger.n_evaluated
         stop = self.policy.next_stop(begin, end)
         return min([n for n in self.branches if begin < n < stop], default=stop)
 
     def checkpoint(self) -> None:
-        """Keep the part of the memory that cannot be rewound, where there is such a part."""
+        """Save the part of the memory that cannot be rewound, if it has one."""
         if not self.needs_points or not self.policy.max_bytes or self.seq_id is None:
             return
         if len(self.ledger.stale) or not self.n_held:
@@ -474,10 +475,10 @@ class SequenceCells:
         self.pool.fit_checkpoints(self.policy.max_bytes)
 
     def _take_window(self) -> None:
-        """Keep window cells that the memory will drop, as far as they are not kept yet."""
+        """Save window cells that the memory is about to drop, unless they are saved already."""
         native, size = self._native, self.policy.chunk
         begin, end = native.window_range(self.ledger.seq_id)
-        # Of those before the last kept ones a budget has let some go.
+        # Gaps before the last saved cells were evicted by the budget: do not fill them again.
         begin = max([begin, *(last for _, last in self.points.covered())])
         cell = native.block_bytes("window")
         while begin < end:
@@ -488,10 +489,10 @@ class SequenceCells:
                 self.points.add_window(WindowChunk(begin, n, n, cells))
             begin += n
 
-    # Other cells ------------------------------------------------------------------------------
+    # Forks ----------------------------------------------------------------------------------
 
     def fork_into(self, child: SequenceCells, n: int) -> None:
-        """Let a new sequence begin with what this one holds of the first n tokens."""
+        """Give a new sequence the cells or state of the first n tokens."""
         held = min(n, self.ledger.n_evaluated)
         if held and self.seq_id is not None:
             self._verify()
@@ -533,7 +534,7 @@ class SequenceCells:
                 self._native.copy_prefix(self.ledger.seq_id, child.ledger.seq_id, n)
             child.ledger.n_evaluated = n
         except UnsupportedOperation:
-            # Parts cannot be copied: all of it, to be rewound when it is used.
+            # No partial copy here: copy everything, and rewind it at its first use.
             if whole or (
                 not self.reachable(n) and not self.pool.ctx.memory_info.can_remove_partial
             ):
@@ -547,20 +548,20 @@ class SequenceCells:
             child._be_twin(self.twins)
 
     def _beyond(self, n: int) -> npt.NDArray[np.int32]:
-        """Return the tokens that the memory holds after the first n."""
+        """Return the held tokens after the first n."""
         own = self.ledger.part(n, self.ledger.n_evaluated)
         return np.concatenate([own, self.ledger.stale])
 
 
 def least_cut(n: int, n_swa: int) -> int:
-    """Return to how many of n tokens a window can be cut that has all that its last token saw."""
+    """Return the shortest length to which a window with all cells of its last token can be cut."""
     return 1 if n <= n_swa else n - 1
 
 
 def _taken_out(native: lib.Context, seq_id: int, n: int) -> PutBack:
-    """Return what puts a sequence of n tokens back; of a window, with all that a rewind may need.
+    """Save a sequence of n tokens; of a window, include all cells that a rewind may need.
 
-    A memory without a known layout takes back its own sequences only.
+    Without a known layout, only the same context can restore it.
     """
     if not native.has_layout:
         state = native.get_state_part(seq_id)
@@ -573,14 +574,14 @@ def _taken_out(native: lib.Context, seq_id: int, n: int) -> PutBack:
 
 
 def check_length(pool: SequencePool, n: int) -> None:
-    """Refuse what could not be evaluated if it were alone, before anybody leaves for it."""
+    """Raise if n tokens could never fit even alone, before a sequence is parked for them."""
     if n <= pool.most_tokens:
         return
     ctx = pool.ctx
     if ctx.memory_kind == "recurrent" or n <= ctx.n_ctx_seq:
         last = ctx.max_position
         raise PositionError(
-            f"the sequence has {n} tokens, and the highest position of this model is {last}: "
+            f"the sequence has {n} tokens, but the highest position of this model is {last}: "
             "truncate or discard some",
             what="n_tokens",
             value=n - 1,

@@ -1,4 +1,4 @@
-"""Checkpoints: what a sequence can go back to whose memory cannot be rewound."""
+"""Checkpoints: rollback points for memories that cannot be rewound."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["POINTS", "Checkpoint", "CheckpointPolicy", "Checkpoints", "WindowChu
 
 Bytes = npt.NDArray[np.uint8]
 
-#: Tokens per chunk of window cells, where no cache says otherwise.
+#: Tokens per chunk of window cells, unless a cache sets its own size.
 CHUNK: Final = 64
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """The recurrent state after n tokens. Forks share it."""
+    """Recurrent state after n tokens; shared by forks."""
 
     n: int
     state: lib.StatePart
@@ -37,18 +37,18 @@ class Checkpoint:
 
 @dataclass(frozen=True, eq=False)
 class WindowChunk:
-    """Window cells of consecutive tokens. Forks share them.
+    """Window cells of consecutive tokens; shared by forks.
 
     Attributes
     ----------
     first
         The first token.
     n
-        How many cells there are.
+        Number of cells.
     used
-        How many of them are still of the sequence's tokens.
+        Number of leading cells that still belong to the sequence's tokens.
     cells
-        Their bytes.
+        Serialized cells.
     """
 
     first: int
@@ -58,7 +58,7 @@ class WindowChunk:
 
     @property
     def end(self) -> int:
-        """The token after the last one."""
+        """One past the last token in use."""
         return self.first + self.used
 
     @property
@@ -74,11 +74,11 @@ class CheckpointPolicy:
     Attributes
     ----------
     max_bytes
-        Bytes of all checkpoints of a context together. 0 takes none: what cannot be rewound is
-        evaluated again from its beginning.
+        Upper bound for all checkpoints of a context, in bytes. 0 takes none: a sequence that
+        cannot be rewound is then evaluated again from its beginning.
     spacing
-        A prompt that is evaluated gets a checkpoint at its end, and one every ``spacing`` tokens
-        before; 0 leaves those between out.
+        Evaluating a prompt takes a checkpoint at its end and every ``spacing`` tokens before;
+        0 takes only the one at the end.
     """
 
     max_bytes: int = 256 << 20
@@ -94,19 +94,19 @@ class CheckpointPolicy:
         return CHUNK
 
     def next_stop(self, begin: int, end: int) -> int:
-        """Where to pause an evaluation of ``[begin, end)`` for a checkpoint; at most ``end``."""
+        """Return where to pause evaluating ``[begin, end)`` for a checkpoint, or ``end``."""
         if not self.spacing or not self.max_bytes:
             return end
         return min(end, (begin // self.spacing + 1) * self.spacing)
 
 
-#: The policy of sequences that were given none.
+#: Default policy.
 POINTS = CheckpointPolicy()
 
 
 @dataclass(slots=True, eq=False)
 class Checkpoints:
-    """The checkpoints of one sequence: states, window cells, and its logits at one place.
+    """The checkpoints of one sequence: states, window cells, and one row of logits.
 
     Attributes
     ----------
@@ -115,7 +115,7 @@ class Checkpoints:
     windows
         Window cells, by first token; no token is in two chunks.
     row
-        After how many tokens, and the logits there: a cache keeps those after a prompt.
+        Number of tokens, and the logits after them: a cache keeps those of a prompt's end.
     """
 
     states: list[Checkpoint] = field(default_factory=list)
@@ -127,41 +127,41 @@ class Checkpoints:
         yield from self.windows
 
     def state_at(self, n: int) -> lib.StatePart | None:
-        """Return the state after n tokens; None where there is none."""
+        """Return the state after n tokens; or None."""
         at = bisect_left(self.states, n, key=lambda point: point.n)
         return self.states[at].state if self.has_state_at(n, at) else None
 
     def has_state_at(self, n: int, at: int | None = None) -> bool:
-        """Return whether there is a state after n tokens."""
+        """Return whether a state exists after n tokens."""
         at = bisect_left(self.states, n, key=lambda point: point.n) if at is None else at
         return at < len(self.states) and self.states[at].n == n
 
     def add_state(self, n: int, state: lib.StatePart) -> None:
-        """Keep one more state; one at the same place is replaced."""
+        """Add a state; replace one after the same number of tokens."""
         at = bisect_left(self.states, n, key=lambda point: point.n)
         self.states[at : at + self.has_state_at(n, at)] = [Checkpoint(n, state)]
 
     def covered(self) -> list[Range]:
-        """Return the tokens whose window cells are kept, in order."""
+        """Return the ranges of tokens with saved window cells, in order."""
         return union((chunk.first, chunk.end) for chunk in self.windows)
 
     def add_window(self, chunk: WindowChunk) -> None:
-        """Keep window cells of tokens that have none yet."""
+        """Add window cells of tokens that have none yet."""
         at = bisect_right(self.windows, chunk.first, key=lambda other: other.first)
         self.windows.insert(at, chunk)
 
     def window_chunks(self, begin: int, end: int) -> list[WindowChunk]:
-        """Return the window cells that are kept of the tokens of ``[begin, end)``, in order."""
+        """Return the chunks of window cells that overlap ``[begin, end)``, in order."""
         return [one for one in self.windows if one.first < end and one.end > begin]
 
     def up_to(self, n: int) -> Checkpoints:
-        """Return those of the first n tokens, for a fork."""
+        """Return the checkpoints of the first n tokens, for a fork."""
         found = Checkpoints([point for point in self.states if point.n <= n], self.windows)
         found._cut_windows(n)
         return found
 
     def drop_after(self, n: int) -> None:
-        """Forget those that lie beyond n tokens."""
+        """Drop the checkpoints beyond n tokens."""
         del self.states[bisect_right(self.states, n, key=lambda point: point.n) :]
         if self.windows and self.windows[-1].end > n:
             self._cut_windows(n)
@@ -176,14 +176,14 @@ class Checkpoints:
         ]
 
     def remove(self, one: Checkpoint | WindowChunk) -> None:
-        """Forget one, which a fork may share."""
+        """Drop a checkpoint, which forks may share."""
         self.states = [other for other in self.states if other is not one]
-        # Forks have the same cells, perhaps of fewer tokens.
+        # Forks share the cells, but may use fewer of them.
         if isinstance(one, WindowChunk):
             self.windows = [other for other in self.windows if other.cells is not one.cells]
 
     def gaps(self) -> Iterator[tuple[int, Checkpoint]]:
-        """Yield each state but the last with the tokens that it saves."""
+        """Yield each state but the last, with the number of tokens it saves."""
         before = 0
         for point in self.states[:-1]:
             yield point.n - before, point

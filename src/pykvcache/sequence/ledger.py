@@ -18,18 +18,18 @@ def common_prefix(a: IntArray, b: IntArray) -> int:
     if n == 0 or a[0] != b[0]:
         return 0
     same = a[:n] == b[:n]
-    # argmin finds the first False, and 0 where there is none.
+    # argmin finds the first False; it returns 0 if there is none.
     at = int(same.argmin())
     return n if same[at] else at
 
 
 class Ledger(lib.Tokens):
-    """Tokens that a sequence consists of, beside those that its memory holds.
+    """Tokens of a sequence, and the tokens its memory holds.
 
     The memory holds the first `n_held` of ``tokens[:n_evaluated] + stale``. Editing the tokens
-    never touches the memory: what it holds too much waits in `stale`, and counts again when the
-    same tokens come back. From `shifted_at` on (if not None) they never do: those were computed
-    with others before them. `version` names what the memory held when that was noted.
+    never touches the memory: surplus tokens move to `stale`, and count again if the same tokens
+    return. Tokens from `shifted_at` on (if not None) never count again: their K/V was computed
+    with a different prefix. `version` is the memory's prefix version at the last check.
     """
 
     __slots__ = ("shifted_at", "stale")
@@ -47,7 +47,7 @@ class Ledger(lib.Tokens):
 
     @property
     def n_held(self) -> int:
-        """How many tokens the memory holds, those of `stale` too."""
+        """How many tokens the memory holds, including `stale`."""
         return self.n_evaluated + len(self.stale)
 
     def append(self, tokens: IntArray) -> None:
@@ -55,7 +55,7 @@ class Ledger(lib.Tokens):
         self.become(len(self), tokens)
 
     def become(self, n: int, tokens: IntArray) -> None:
-        """Keep the first n tokens, and append others."""
+        """Keep the first n tokens, then append `tokens`."""
         self._forget(n)
         complete = self.n_evaluated == n
         self.replace(n, tokens)
@@ -63,7 +63,7 @@ class Ledger(lib.Tokens):
             self.claim()
 
     def claim(self) -> None:
-        """Count held tokens as evaluated that the pending ones turn out to be."""
+        """Count stale tokens as evaluated as far as the pending tokens match them."""
         same = common_prefix(self.pending, self.stale)
         if self.shifted_at is not None:
             same = min(same, max(0, self.shifted_at - self.n_evaluated))
@@ -76,18 +76,18 @@ class Ledger(lib.Tokens):
         self.cut(n)
 
     def _forget(self, n: int) -> None:
-        """Count no more than n of the tokens that are held as evaluated."""
+        """Count at most n tokens as evaluated; move the rest to `stale`."""
         if n < self.n_evaluated:
             gone = self.part(n, self.n_evaluated).copy()
-            # In this order: too much that is said to be held is found out, too little is not.
+            # In this order: an interrupt may leave n_held too large (detected), never too small.
             self.stale = np.concatenate([gone, self.stale]) if len(self.stale) else gone
             self.n_evaluated = n
 
     def delete(self, begin: int, end: int) -> None:
-        """Take tokens out of the middle; the caller has seen to `n_evaluated` and `stale`."""
+        """Remove tokens from the middle; the caller updates `n_evaluated` and `stale`."""
         self.replace(begin, self.part(end, len(self)).copy())
 
     def holds(self, n: int) -> None:
-        """Take note that the memory holds the first n tokens and nothing else."""
+        """Record that the memory holds exactly the first n tokens."""
         self.n_evaluated = n
         self.stale = _NOTHING

@@ -1,4 +1,4 @@
-"""The sequence ids of a context, lent to LlamaSequences; who has to leave when it is full."""
+"""The sequence ids of a context, lent to LlamaSequences; LRU parking when it is full."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Member", "SequencePool", "Stage", "pool_of"]
 
-#: llama.cpp attends over multiples of so many cells: fewer cost nothing.
+#: llama.cpp pads the attended cells to a multiple of this: fewer cells cost the same.
 PADDING = 256
 
-#: A decode reads all cells up to the highest one. Taking a sequence out and putting it back
-#: copies its cells four times, plus what the calls cost: about this many steps' worth.
+#: A decode reads all cells up to the highest one. Parking and restoring a sequence copies its
+#: cells four times, plus call overhead: about this many steps' worth.
 IDLE_STEPS = 16
 
 
@@ -47,23 +47,23 @@ class Member(Protocol):
 
     @property
     def is_pinned(self) -> bool:
-        """Whether it takes part in what runs now, and cannot be parked."""
+        """Whether it takes part in the current step and must not be parked."""
 
     def trim(self) -> bool:
-        """Give back the cells of tokens that were dropped; return whether there were any."""
+        """Free the cells of dropped tokens; return whether there were any."""
 
     def park(self) -> None:
-        """Give back all cells and the id, and keep the state."""
+        """Free all cells and the id; keep the state."""
 
     def release(self) -> None:
         """Give back all cells and the id, and keep nothing."""
 
 
 class SequencePool(lib.Turns):
-    """Lends the ids of one context, least recently used first back; one per context.
+    """Lends the ids of one context and reclaims the least recently used; one per context.
 
-    Everything that touches a LlamaSequence takes a turn (``with pool``). Ids that hold something
-    and were not lent are being used by hand, and are left alone.
+    Every operation on a LlamaSequence takes a turn (``with pool``). Ids that hold cells but were
+    not lent are in use through the low-level API, and are left alone.
     """
 
     def __init__(self, ctx: LlamaContext) -> None:
@@ -71,46 +71,46 @@ class SequencePool(lib.Turns):
         self.native, self._n_seq_max = ctx.native, ctx.n_seq_max
         #: How many tokens one sequence can have.
         self.most_tokens = _most_tokens(ctx)
-        # Who has which id; who was used last stands last. A sequence that is collected is dropped.
+        # Owner of each id, least recently used first. Weak: a collected sequence frees its id.
         self._lent: OrderedDict[int, weakref.ref[Member]] = OrderedDict()
-        # All that exist, parked ones too.
+        # All existing sequences, including parked ones.
         self._members: weakref.WeakSet[Member] = weakref.WeakSet()
         self._idle_steps = 0
         self._last_alone: int | None = None
-        #: Called with the first token, the end and the seconds of each evaluation.
+        #: Called with the first token, the end and the duration in seconds of each evaluation.
         self.note_time: Callable[[int, int, float], None] = lambda begin, end, seconds: None
 
     @property
     def ctx(self) -> LlamaContext:
-        """The context; it outlives its sequences, which hold it."""
+        """The context. Its sequences hold a reference to it, so it outlives them."""
         ctx = self._ctx()
         assert ctx is not None
         return ctx
 
     def hold(self) -> Self:
-        """Return itself, to take a turn; ids of sequences that were dropped are free then."""
+        """Return the pool, to enter it; entering frees the ids of collected sequences."""
         return self
 
     @property
     def is_quiet(self) -> bool:
-        """Whether no turn is under way; asked with the lock held."""
+        """Whether no turn is in progress. The lock is held."""
         return self.depth == 0
 
     def join(self, cells: Member) -> None:
-        """Take note of a new sequence."""
+        """Register a new sequence."""
         self._members.add(cells)
 
     # Ids ----------------------------------------------------------------------------------
 
     def lend(self, cells: Member, keep: tuple[Member, ...] = ()) -> int | None:
-        """Give a sequence an id, parking the least recently used one if need be; or None.
+        """Lend an id, parking the least recently used sequence if needed; None if impossible.
 
         Parameters
         ----------
         cells
             The sequence that gets it.
         keep
-            Sequences that must not be parked for it.
+            Sequences that must not be parked.
         """
         seq_id = self._free_id()
         if seq_id is None and self.dropped:
@@ -128,44 +128,44 @@ class SequencePool(lib.Turns):
         return seq_id
 
     def need_id(self, cells: Member) -> int:
-        """As `lend`, but raise where it cannot be."""
+        """Lend an id as `lend` does, but raise NoKvCacheSlot if impossible."""
         seq_id = self.lend(cells)
         if seq_id is None:
             raise NoKvCacheSlot(
-                f"no sequence id is free: {self.ctx.n_seq_max} exist, and those that are in use "
-                "cannot be parked",
+                f"no sequence id is free: all {self.ctx.n_seq_max} are in use, and none of their "
+                "sequences can be parked",
                 1,
                 n_seq_max=self.ctx.n_seq_max,
             )
         return seq_id
 
     def take_back(self, seq_id: int) -> None:
-        """Free the cells of an id, and let it be lent again."""
-        # After an InternalError all is cleared before anything is used.
+        """Free the cells of an id, and return it to the pool."""
+        # After an InternalError the memory is cleared before its next use.
         with contextlib.suppress(InternalError):
             self.native.seq_rm(seq_id, None, None)
         self._lent.pop(seq_id, None)
 
     def touch(self, seq_id: int) -> None:
-        """Take note that a sequence is used now."""
+        """Mark a sequence as the most recently used."""
         self._lent.move_to_end(seq_id)
 
     def touch_all(self, members: Iterable[Member]) -> None:
-        """Take note that live sequences are used now, the last of them last."""
+        """Mark live sequences as the most recently used, in this order."""
         lent = self._lent
         for cells in members:
             assert cells.seq_id is not None
             lent.move_to_end(cells.seq_id)
 
     def _free_id(self) -> int | None:
-        # From above: who works by hand begins at 0.
+        # From the top: users of the low-level API start at 0.
         for seq_id in range(self._n_seq_max - 1, -1, -1):
             if seq_id not in self._lent and self.native.seq_pos(seq_id, True) < 0:
                 return seq_id
         return None
 
     def idle_members(self, keep: tuple[Member, ...] = ()) -> Iterator[Member]:
-        """Yield the sequences that could be parked, least recently used first."""
+        """Yield the sequences that can be parked, least recently used first."""
         for ref in list(self._lent.values()):
             cells = ref()
             if cells is not None and cells not in keep and not cells.is_pinned:
@@ -174,9 +174,9 @@ class SequencePool(lib.Turns):
     # Room ---------------------------------------------------------------------------------
 
     def make_room(self, cells: Member) -> bool:
-        """Free cells that are not needed now; False where no sequence has any to give."""
+        """Free cells that are not needed now; return False if no sequence has any to free."""
         if not self.ctx.kv_unified:
-            return False  # a stream of cells is its sequence's own
+            return False  # each sequence has a private stream
         if self.dropped:
             self.reap()
             return True
@@ -190,9 +190,9 @@ class SequencePool(lib.Turns):
         return False
 
     def count_step(self, running: tuple[Member, ...]) -> None:
-        """Count a decode, and park idle sequences as soon as keeping them has cost as much.
+        """Count a decode; park idle sequences once keeping them has cost as much as parking.
 
-        The ski-rental rule: waiting until then costs at most twice what knowing the future would.
+        The ski-rental rule: at most twice the cost of the optimal offline policy.
         """
         alone = running[0].seq_id if len(running) == 1 else None
         self._idle_steps = self._idle_steps + 1 if alone == self._last_alone else 1
@@ -205,7 +205,7 @@ class SequencePool(lib.Turns):
         ctx = self.ctx
         if not ctx.kv_unified or ctx.memory_kind == "recurrent":
             return
-        # With none to park, who holds which cell need not be known.
+        # Without a candidate, skip the query for the owners of cells.
         candidates = list(self.idle_members(running))
         if candidates:
             members = ctx.cells().members
@@ -215,19 +215,19 @@ class SequencePool(lib.Turns):
                     if int((members[:, cells.seq_id] & ~busy).sum()):
                         cells.park()
         if ctx.native.n_cells_spanned - ctx.n_cells_used >= PADDING:
-            # Where cells cannot move (a plain build), decodes are slower, and as right.
+            # Where cells cannot move (a plain build), decodes are slower but still correct.
             with contextlib.suppress(UnsupportedOperation):
                 ctx.kv_cache_compact()
 
     # Checkpoints --------------------------------------------------------------------------
 
     def fit_checkpoints(self, max_bytes: int) -> None:
-        """Drop checkpoints until they fit: those first that save the least evaluation."""
+        """Drop checkpoints until they fit, cheapest to recompute first."""
         while self.checkpoint_bytes() > max_bytes and self._forget_checkpoint():
             pass
 
     def checkpoint_bytes(self) -> int:
-        """Bytes of all checkpoints, those that forks share once."""
+        """Bytes of all checkpoints; a checkpoint shared by forks counts once."""
         known = {id(x.state if isinstance(x, Checkpoint) else x.cells): x for x in self._points()}
         return sum(point.nbytes for point in known.values())
 
@@ -236,10 +236,10 @@ class SequencePool(lib.Turns):
             yield from cells.points
 
     def _forget_checkpoint(self) -> bool:
-        """Forget one: window cells before the last windows of a sequence, and spare states, first.
+        """Drop one checkpoint; return whether there was one.
 
-        Of the sequence with the most window cells two windows stay longer than states that lie
-        before another one, and the last window stays longest.
+        Order: window cells before the last two windows of the longest sequence, states that
+        precede another state, window cells before its last window, then any other.
         """
         points = [cells.points for cells in self._members]
         longest = max((one.windows for one in points), key=len, default=[])

@@ -1,4 +1,4 @@
-"""A LlamaSequence in a file: the state of what was evaluated, and all tokens."""
+"""A LlamaSequence in a file: the state of the evaluated tokens, and all tokens."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 __all__ = ["load_sequence", "save_sequence"]
 
-#: In the state's metadata: the tokens that were not evaluated, and what the user gave.
+#: Keys in the state's metadata: pending tokens, the user's metadata, start of shifted tokens.
 PENDING, METADATA, SHIFTED = "pending", "metadata", "shifted_at"
 
 
 def save_sequence(
     cells: SequenceCells, path: Path, metadata: Mapping[str, Any] | None, *, sync: bool
 ) -> int:
-    """Write a sequence; what the memory holds too much is dropped first."""
+    """Write a sequence; trim surplus cells first."""
     ledger = cells.ledger
     given = check_metadata(metadata)
     seq_id = cells.attach()
@@ -54,7 +54,7 @@ def _fill(cells: SequenceCells, state: SequenceState, *, convert: bool) -> None:
     tokens = state.tokens
     if tokens is None:
         raise StateDamaged(
-            "the file holds no tokens: LlamaContext.load_sequence reads it", what="tokens"
+            "the file holds no tokens: load it with LlamaContext.load_sequence", what="tokens"
         )
     pending = _pending(state, ctx.model.n_vocab)
     shifted_at = _shifted_at(state)

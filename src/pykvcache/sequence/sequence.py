@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["FinishReason", "Generation", "LlamaSequence", "OnFull", "TextGeneration"]
 
 _ON_FULL = ("raise", "stop", "shift")
-# Stubtest takes a Literal of several for no union.
+# Stubtest does not treat a Literal of several values as a union.
 OnFull = Literal["raise"] | Literal["stop"] | Literal["shift"]
 FinishReason = Literal["stop"] | Literal["length"] | Literal["full"]
 
@@ -50,25 +50,25 @@ MOST = 2**31 - 1
 class LlamaSequence(Closing):
     """Tokens of one context that are evaluated when their logits are needed.
 
-    Nobody counts positions, ids or cells. Edits change the tokens at once and the memory later:
+    You never count positions, ids or cells. Edits change the tokens at once and the memory later:
     `evaluate`, `logits`, `generate` and `stream` do the least work that makes the logits those
-    of a fresh run over `tokens`. A context serves any number of sequences: where ids or
-    cells are short, those that were not used for longest are parked (their state is kept outside
-    the cache) and put back at their next use. It works on every kind of memory: what cannot be
-    rewound goes back to a checkpoint and is evaluated again from there.
+    of a fresh run over `tokens`. A context serves any number of sequences: when ids or cells run
+    out, the least recently used sequences are parked (their state is kept outside the cache) and
+    restored at their next use. Every kind of memory works: one that cannot be rewound rolls back
+    to a checkpoint and evaluates again from there.
 
-    Threads may share a sequence, and the sequences of one context; they wait for each other. A
-    sequence that is dropped, or closed, frees its cells; so does closing its context.
+    Threads may share a sequence, and the sequences of one context; they wait for each other.
+    Closing or garbage-collecting a sequence frees its cells; so does closing its context.
 
     Parameters
     ----------
     context
-        Where it is evaluated. Ids that hold something already are left to those who work with
-        them by hand.
+        Where it is evaluated. Ids that already hold cells are left to their users in the
+        low-level API.
     prompt
         Text (with the model's special tokens in front), token ids, or None.
     checkpoints
-        For memories that cannot be rewound: where checkpoints are taken.
+        Where checkpoints are taken, for memories that cannot be rewound.
 
     Raises
     ------
@@ -108,12 +108,12 @@ class LlamaSequence(Closing):
             raise UnsupportedOperation("LlamaSequence", "this model keeps no memory")
         if context.model.has_encoder:
             raise UnsupportedOperation(
-                "LlamaSequence", "what the cells hold depends on the encoder's input, too"
+                "LlamaSequence", "the cells also depend on the encoder's input"
             )
         if not context.native.causal:
             raise UnsupportedOperation(
                 "LlamaSequence",
-                "with non-causal attention every token changes what is held of those before it",
+                "with non-causal attention each new token changes the K/V of earlier tokens",
             )
         self._context = context
         pool = pool_of(context)
@@ -135,12 +135,12 @@ class LlamaSequence(Closing):
 
     @property
     def context(self) -> LlamaContext:
-        """The context it is evaluated in."""
+        """The context the sequence is evaluated in."""
         return self._context
 
     @property
     def tokens(self) -> IntArray:
-        """All tokens, evaluated or not; int32, shape (n,), read-only; later edits do not show."""
+        """All tokens, evaluated or not; int32, shape (n,), read-only; a snapshot."""
         return self._cells.ledger.tokens
 
     @property
@@ -150,27 +150,27 @@ class LlamaSequence(Closing):
 
     @property
     def n_evaluated(self) -> int:
-        """How many tokens, from the first on, the memory or the parked state holds."""
+        """Number of leading tokens that the memory or the parked state holds."""
         return self._cells.ledger.n_evaluated
 
     @property
     def seq_id(self) -> int | None:
-        """The id under which the memory holds it now; None while it has none.
+        """The id under which the memory holds the sequence; None while it has none.
 
-        The memory may hold more than the sequence: tokens that were taken back stay until others
-        take their place, in case they come again. The context's own calls, such as
-        `LlamaContext.get_state` with this id, see them; `save` and `fork` do not.
+        The memory may hold more than the sequence: removed tokens stay until new tokens need their
+        place, in case the same tokens return. `LlamaContext` methods with this id, such as
+        `LlamaContext.get_state`, see them; `save` and `fork` do not.
         """
         return self._cells.seq_id
 
     @property
     def is_parked(self) -> bool:
-        """Whether its state is kept outside the cache."""
+        """Whether the state is kept outside the cache."""
         return self._cells.state is not None
 
     @property
     def is_closed(self) -> bool:
-        """Whether it, or its context, was closed."""
+        """Whether the sequence or its context was closed."""
         return self._closed or self._cells.pool.native.is_closed
 
     def __len__(self) -> int:
@@ -179,13 +179,13 @@ class LlamaSequence(Closing):
     # Edits ----------------------------------------------------------------------------------
 
     def append(self, more: str | TokenInput) -> None:
-        """Put tokens at the end; evaluates nothing.
+        """Append tokens without evaluating them.
 
         Parameters
         ----------
         more
-            Text, or token ids. Text gets the model's special tokens (BOS) only where the
-            sequence is empty; for special tokens inside a text, pass
+            Text, or token ids. Text gets the model's special tokens (BOS) only if the sequence
+            is empty; for special tokens inside a text, pass
             ``model.tokenize(text, parse_special=True)``.
 
         Raises
@@ -197,7 +197,7 @@ class LlamaSequence(Closing):
             self._append(more)
 
     def _append(self, more: str | TokenInput) -> None:
-        """Put tokens into the ledger; what is plain is checked and copied at once."""
+        """Append to the ledger, with a fast path for plain token arrays."""
         ledger = self._cells.ledger
         if len(ledger.stale) or not ledger.append_plain(more, self._context.model.n_vocab):
             ledger.append(self._as_tokens(more))
@@ -216,12 +216,12 @@ class LlamaSequence(Closing):
                 self._cells.ledger.truncate(n)
 
     def sync(self, tokens: str | TokenInput) -> int:
-        """Become these tokens: keep the longest common prefix, drop the rest, append the rest.
+        """Turn the sequence into these tokens, keeping the longest common prefix.
 
         Returns
         -------
         int
-            How many tokens were kept.
+            Length of the common prefix.
         """
         with self._held():
             wanted = self._as_tokens(tokens, empty=True)
@@ -236,17 +236,17 @@ class LlamaSequence(Closing):
     ) -> None:
         """Drop the tokens ``[begin, end)`` and close the gap (context shift).
 
-        Those after the gap keep the keys and values that they were given while the dropped ones
-        were seen; keys are rotated to their new places. `logits` evaluates the last token again,
-        over what is held now.
+        Tokens after the gap retain K/V computed while the dropped ones were visible; keys are
+        rotated to their new positions. `logits` evaluates the last token again, over the remaining
+        cells.
 
         Parameters
         ----------
         begin, end
             Half-open range of tokens.
         reevaluate
-            Where the memory cannot shift (M-RoPE, recurrent and hybrid memory, windows that
-            dropped cells): evaluate what comes after ``begin`` again, which is a fresh run.
+            If the memory cannot shift (M-RoPE, recurrent and hybrid memory, windows that dropped
+            cells), evaluate everything from ``begin`` on again, which equals a fresh run.
 
         Raises
         ------
@@ -277,10 +277,10 @@ class LlamaSequence(Closing):
         ledger.become(begin, ledger.part(end, len(ledger)).copy())
 
     def fork(self, n: SupportsIndex | None = None) -> Self:
-        """Return a new sequence of the first n tokens, which shares what was evaluated.
+        """Return a new sequence of the first n tokens that reuses their evaluation.
 
-        With ``kv_unified=True`` the cells are shared, and the fork costs no memory. Where no id
-        is free, the fork begins parked.
+        With ``kv_unified=True`` the cells are shared copy-on-write, and the fork costs no memory.
+        If no id is free, the fork starts parked.
 
         Parameters
         ----------
@@ -313,18 +313,18 @@ class LlamaSequence(Closing):
     # Evaluation -----------------------------------------------------------------------------
 
     def evaluate(self) -> None:
-        """Evaluate the tokens that are pending.
+        """Evaluate the pending tokens.
 
         Raises
         ------
         NoKvCacheSlot
-            They do not fit the cache by themselves. No token is lost.
+            The tokens do not fit the cache even alone. No token is lost.
         DecodeAborted
-            `LlamaContext.abort` was called meanwhile; what was evaluated counts.
+            `LlamaContext.abort` was called during the evaluation; the evaluated part is kept.
         """
         with self._held():
-            # Where the last token cannot be evaluated again by itself, its logits are kept: forks
-            # need them, and generate does.
+            # Keep the logits if the last token cannot be evaluated again alone: forks and
+            # generate need them.
             self._cells.evaluate(want_row=self._cells.needs_points and len(self) > 0)
 
     def logits(self) -> npt.NDArray[np.float32]:
@@ -351,10 +351,10 @@ class LlamaSequence(Closing):
         n_keep: SupportsIndex = 4,
         logprobs: SupportsIndex = 0,
     ) -> Generation:
-        """Generate tokens; each that is yielded is in `tokens`, and no other.
+        """Generate tokens; every yielded token is appended to `tokens`, and no other.
 
-        An end-of-generation token ends it, and is neither yielded nor kept. So chained calls,
-        ``break``, a full cache or an exception lose nothing: the next call goes on.
+        An end-of-generation token ends it; it is neither yielded nor appended. Repeated calls,
+        ``break``, a full cache or an exception lose nothing: the next call continues.
 
         Parameters
         ----------
@@ -363,14 +363,14 @@ class LlamaSequence(Closing):
         sampler
             Default: greedy.
         stop
-            Strings or token ids that end it. The tokens that complete one are yielded and kept.
+            Strings or token ids that end it. Tokens that complete one are yielded and kept.
         on_full
             What a full cache does: ``"raise"`` `NoKvCacheSlot`, ``"stop"``, or ``"shift"``: keep
             the first ``n_keep`` tokens, drop half of the rest, go on (where the memory cannot
             shift, the rest is evaluated again). Default: ``"raise"``, and ``"stop"`` without
             ``max_tokens``.
         n_keep
-            For ``"shift"``: tokens at the beginning that stay (attention sinks).
+            For ``"shift"``: leading tokens to keep (attention sinks).
         logprobs
             How many of the likeliest tokens to give the log-probabilities of, per token.
 
@@ -383,9 +383,9 @@ class LlamaSequence(Closing):
         Raises
         ------
         ValueError, TypeError, IndexError
-            An argument is wrong, or the sampler is for another model; raised by the call itself.
+            An argument is invalid, or the sampler is for another model; raised by the call itself.
         UnsupportedOperation
-            A stop string, and the model has no vocabulary; raised by the call itself.
+            A stop string was given, but the model has no vocabulary; raised by the call itself.
         """
         return self._generation(max_tokens, sampler, stop, on_full, n_keep, logprobs, as_text=False)
 
@@ -437,10 +437,10 @@ class LlamaSequence(Closing):
         n_keep: SupportsIndex = 4,
         logprobs: SupportsIndex = 0,
     ) -> TextGeneration:
-        """Generate text, as soon as it is certain; parameters as for `generate`.
+        """Generate text and yield it once it is final; parameters as for `generate`.
 
-        Whole characters only, and nothing of a stop string: the text ends before it. Bytes at
-        the very end that are not a character become U+FFFD.
+        Yields whole characters, and no part of a stop string: the text ends before it. Trailing
+        bytes that do not form a character become U+FFFD.
 
         Raises
         ------
@@ -453,26 +453,26 @@ class LlamaSequence(Closing):
             self._generation(max_tokens, sampler, stop, on_full, n_keep, logprobs, as_text=True)
         )
 
-    # Life -----------------------------------------------------------------------------------
+    # Park, save, close ----------------------------------------------------------------------
 
     def park(self) -> None:
-        """Leave the cells and keep the state in memory; any later use puts it back."""
+        """Free the cells and keep the state in memory; the next use restores it."""
         with self._held():
             self._cells.park()
 
     def save(
         self, path: Path, metadata: Mapping[str, Any] | None = None, *, sync: bool = True
     ) -> int:
-        """Write tokens, pending ones too, and what was evaluated to a file.
+        """Write all tokens, and the state of the evaluated ones, to a file.
 
         Parameters
         ----------
         path
-            A file that `LlamaContext.load_sequence` reads as well.
+            A path; `LlamaContext.load_sequence` reads the file as well.
         metadata
-            Anything that JSON can hold, with str keys; `describe_state` has it below "metadata".
+            JSON-serializable values with str keys; `describe_state` shows them under "metadata".
         sync
-            Wait until the disk has it.
+            Flush the file to disk before returning.
 
         Returns
         -------
@@ -482,7 +482,7 @@ class LlamaSequence(Closing):
         Raises
         ------
         UnsupportedOperation
-            The memory's layout is not known here.
+            The layout of this memory is unknown.
         """
         with self._held():
             return save_sequence(self._cells, path, metadata, sync=sync)
@@ -496,30 +496,30 @@ class LlamaSequence(Closing):
         checkpoints: CheckpointPolicy | None = None,
         convert: bool = False,
     ) -> LlamaSequence:
-        """Return the sequence that a file holds; nothing of it is evaluated again.
+        """Return the sequence of a file; its evaluated tokens are not evaluated again.
 
         Its `metadata` is what `save` was given.
 
         Parameters
         ----------
         context
-            Where it goes on: of the same model, and of the same settings but ``n_ctx``,
+            The context to continue in. The model and all settings must match, except ``n_ctx``,
             ``n_seq_max``, ``kv_unified`` and flash attention.
         path
-            A file of `save`, or of `LlamaContext.save_sequence` with its tokens.
+            A file from `save`, or from `LlamaContext.save_sequence` with its tokens.
         checkpoints
             As for `LlamaSequence`.
         convert
-            Convert K and V where this context stores other types, which rounds each value by what
-            `LlamaContext.restore_sequence` says.
+            Convert K and V if this context stores other types; see
+            `LlamaContext.restore_sequence` for the rounding.
 
         Raises
         ------
         StateError
-            The file is damaged, or of another model or layout; or of other types of K and V, and
-            ``convert`` is false.
+            The file is damaged, or from another model or layout, or stores other types of K and V
+            while ``convert`` is false.
         NoKvCacheSlot
-            It does not fit the cache.
+            The sequence does not fit the cache.
         """
         convert = as_bool(convert, "convert")
         sequence = cls(context, checkpoints=checkpoints)
@@ -532,7 +532,7 @@ class LlamaSequence(Closing):
         return sequence
 
     def close(self) -> None:
-        """Free its cells, its state and its id; twice does nothing. The tokens stay readable."""
+        """Free the cells, the state and the id; idempotent. The tokens stay readable."""
         if self.is_closed:
             self._closed = True
             return
@@ -569,10 +569,10 @@ class LlamaSequence(Closing):
         )
         return f"<LlamaSequence: {len(self)} tokens, {self.n_evaluated} evaluated, {where}>"
 
-    # Inside a turn --------------------------------------------------------------------------
+    # Helpers --------------------------------------------------------------------------------
 
     def _held(self) -> lib.Checked:
-        """Take a turn of the pool, and check with it that nothing is closed."""
+        """Take a turn of the pool, after checking that nothing is closed."""
         return lib.Checked(self._cells.pool, self._check_open)
 
     def _check_open(self) -> None:
@@ -592,7 +592,7 @@ class LlamaSequence(Closing):
         return row
 
     def _evaluated(self, row: npt.NDArray[np.float32] | None) -> None:
-        """Everything is evaluated, with these logits; sequences of a cache tell it.
+        """Notify a subclass, such as a cached sequence, that all tokens are evaluated.
 
         The lock is held.
         """
@@ -603,7 +603,7 @@ class LlamaSequence(Closing):
             return self._context.model.tokenize(more, add_special=special)
         tokens = as_token_array(more)
         n_vocab = self._context.model.n_vocab
-        # Negative ones are the largest of all without a sign: one pass for both limits.
+        # Viewed as unsigned, negative ids are the largest: one pass checks both limits.
         if len(tokens) and tokens.view(np.uint32).max() >= n_vocab:
             at = int(((tokens < 0) | (tokens >= n_vocab)).argmax())
             raise InvalidBatch(
@@ -615,7 +615,7 @@ class LlamaSequence(Closing):
         return tokens
 
     def _within(self, value: SupportsIndex, what: str, lo: int, hi: int | None = None) -> int:
-        """Return a place among the tokens; raise PositionError for any other."""
+        """Return `value` as an index in ``[lo, hi]``; raise PositionError otherwise."""
         limit = len(self) if hi is None else hi
         n = as_int(value, what, -(2**63), 2**63)
         if not lo <= n <= limit:
@@ -630,11 +630,11 @@ class LlamaSequence(Closing):
 
 
 class Generation(Iterator[int]):
-    """The tokens that `LlamaSequence.generate` yields; each stands in the sequence by then.
+    """Iterator of `LlamaSequence.generate`; each token is appended before it is yielded.
 
-    The next token follows the tokens that stand there then: the sequence may be edited, parked
-    or forked meanwhile. Of several generations of one sequence the newest goes on; an older one
-    raises `OvertakenError`.
+    Each step continues from the sequence's current tokens: it may be edited, parked or forked
+    between steps. Only the newest generation of a sequence can continue; an older one raises
+    `OvertakenError`.
     """
 
     def __init__(
@@ -663,10 +663,10 @@ class Generation(Iterator[int]):
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """How it ended; None before.
+        """Why the generation ended; None before.
 
         ``"stop"`` after an end-of-generation token or a stop, ``"length"`` after ``max_tokens``,
-        ``"full"`` where the cache is full and ``on_full="stop"``.
+        ``"full"`` if the cache was full and ``on_full="stop"``.
         """
         return self._finish
 
@@ -691,11 +691,11 @@ class Generation(Iterator[int]):
         return token
 
     def _next(self) -> tuple[int | None, str]:
-        """Return the next token, None at the end, and the text that is certain with it."""
+        """Return the next token (None at the end) and the text that is final with it."""
         if self._finish is not None:
             return None, ""
         with self._sequence._held():
-            if self._finish is None:  # another thread may have been faster
+            if self._finish is None:  # re-check: another thread may have finished it
                 self._finish = self._write()
             if self._finish is not None:
                 return None, ""
@@ -709,7 +709,7 @@ class Generation(Iterator[int]):
         return token, text
 
     def _write(self) -> FinishReason | None:
-        """Evaluate, choose a token and append it; or return why there is none."""
+        """Evaluate, choose a token and append it; or return why it ended."""
         sequence, writer = self._sequence, self._writer
         if writer.n_written >= self._most:
             return "length"
@@ -718,8 +718,8 @@ class Generation(Iterator[int]):
         while True:
             if writer.is_overtaken:
                 raise OvertakenError(
-                    "another generation has gone on with this sequence since this one: make a new "
-                    "one to go on from the tokens as they are"
+                    "another generation has continued this sequence: make a new one to "
+                    "continue from its current tokens"
                 )
             try:
                 row = sequence._row()
@@ -738,19 +738,19 @@ class Generation(Iterator[int]):
         return None
 
     def _helps(self) -> bool:
-        """Whether fewer tokens would fit; not where an id is missing."""
+        """Whether fewer tokens would help; they would not if an id is missing."""
         sequence = self._sequence
         is_long = len(sequence) > sequence._cells.pool.most_tokens
         return is_long or sequence.seq_id is not None
 
     def _shift(self) -> None:
-        """Drop half of what comes after the first n_keep tokens."""
+        """Drop half of the tokens after the first n_keep."""
         n = len(self._sequence)
         gone = (n - self._n_keep) // 2
         if gone < 1:
             raise NoKvCacheSlot(
-                f"the cache is full with {n} tokens, of which n_keep={self._n_keep} are kept: keep "
-                "fewer, or make the context with a larger n_ctx",
+                f"the cache is full: it holds {n} tokens, and n_keep={self._n_keep} leaves none to "
+                "drop; keep fewer, or create the context with a larger n_ctx",
                 1,
                 n_tokens=n + 1,
                 n_cells=n,
@@ -759,9 +759,9 @@ class Generation(Iterator[int]):
 
 
 class TextGeneration(Iterator[str]):
-    """The text that `LlamaSequence.stream` yields, in whole characters.
+    """Iterator of `LlamaSequence.stream`: text in whole characters.
 
-    It is that of the tokens that this generation chose, see `Generation`.
+    It covers the tokens chosen by this generation, see `Generation`.
     """
 
     def __init__(self, tokens: Generation) -> None:
@@ -770,7 +770,7 @@ class TextGeneration(Iterator[str]):
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the text ended, as for `Generation`; None before."""
+        """Why the text ended, as for `Generation`; None before it ended."""
         return self._tokens.finish_reason
 
     @property

@@ -20,9 +20,9 @@ StopInput = str | SupportsIndex | Iterable[str | SupportsIndex] | None
 
 
 def text_of(model: LlamaModel, tokens: TokenInput) -> str | None:
-    """Return the text of tokens for a reader; None without a vocabulary, or after `close`.
+    """Return the text of tokens for display; None without a vocabulary or after `close`.
 
-    Contexts go on without either, and what only explains must not stop them.
+    A context works without either, so a display must not fail.
     """
     try:
         return model.detokenize(tokens)
@@ -31,7 +31,7 @@ def text_of(model: LlamaModel, tokens: TokenInput) -> str | None:
 
 
 def piece_of(model: LlamaModel, token: int) -> str | None:
-    """Return the text of one token, special ones too, as `text_of`."""
+    """Return the text of one token, including special ones; None as for `text_of`."""
     try:
         return model.token_to_piece(token, special=True).decode("utf-8", "replace")
     except (ClosedError, UnsupportedOperation):
@@ -47,7 +47,7 @@ class Stop:
 
     @classmethod
     def of(cls, stop: StopInput, n_vocab: int) -> Stop:
-        """Check what a user gave.
+        """Validate the user's argument.
 
         Raises
         ------
@@ -81,7 +81,7 @@ class Stop:
         return cls(tuple(dict.fromkeys(strings)), frozenset(tokens))
 
     def check_text(self, model: LlamaModel, *, always: bool = False) -> None:
-        """Raise UnsupportedOperation where there is text to make, and tokens have none."""
+        """Raise UnsupportedOperation if text is needed and the model has no vocabulary."""
         if self.strings or always:
             model.token_to_piece(0)
 
@@ -93,7 +93,7 @@ _NO_STOP = Stop()
 
 
 class TextState(NamedTuple):
-    """Where a text stands: bytes and characters that were not given out, and the stop that came."""
+    """State of a text stream: bytes and characters held back, and the stop string that matched."""
 
     rest: bytes = b""
     held: str = ""
@@ -101,10 +101,10 @@ class TextState(NamedTuple):
 
 
 class TextRules:
-    """How the bytes of tokens become text.
+    """Converts the bytes of tokens to text.
 
-    Held back are the beginning of a character whose other bytes may follow, and what may be the
-    beginning of a stop string.
+    The beginning of an incomplete character and any possible beginning of a stop string are held
+    back.
     """
 
     __slots__ = ("_longest", "strings")
@@ -116,10 +116,10 @@ class TextRules:
     def after(
         self, state: TextState, piece: bytes, *, final: bool = False
     ) -> tuple[str, TextState]:
-        """Return the text that is certain with some more bytes, and where it stands then.
+        """Return the text that is final after more bytes, and the new state.
 
         Once a stop string is complete, `stopped` names it: the text before it is returned, and
-        nothing after it. With ``final``, what was held back is returned, too, and bytes that never
+        nothing after it. With ``final``, held-back text is returned too, and bytes that never
         became a character are U+FFFD.
         """
         if state.stopped is not None:
@@ -132,14 +132,14 @@ class TextRules:
         text = state.held + new
         found = [(at, s) for s in self.strings if (at := text.find(s)) >= 0]
         if found:
-            # The first to begin; of several that begin together, the shortest was complete first.
+            # The earliest match wins; on a tie the shortest, which was complete first.
             at, stopped = min(found, key=lambda hit: (hit[0], len(hit[1])))
             return text[:at], TextState(rest, "", stopped)
         certain = len(text) if final else len(text) - self._suspicious(text)
         return text[:certain], TextState(rest, text[certain:])
 
     def _suspicious(self, text: str) -> int:
-        """Length of the longest end of the text that begins a stop string."""
+        """Return the length of the longest suffix that begins a stop string."""
         for n in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[-n:]
             if any(s.startswith(end) for s in self.strings):
@@ -148,7 +148,7 @@ class TextRules:
 
 
 class TextStream:
-    """Turns the bytes of tokens into text as soon as it is certain: `TextRules`, and a state."""
+    """Converts a stream of tokens' bytes to text, as soon as it is final."""
 
     __slots__ = ("_state", "rules")
 
@@ -158,15 +158,15 @@ class TextStream:
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that ended it; None before."""
+        """The stop string that ended the text; None before."""
         return self._state.stopped
 
     def feed(self, piece: bytes) -> str:
-        """Take the bytes of one token; return the text that is certain now."""
+        """Take the bytes of one token; return the text that is final now."""
         text, self._state = self.rules.after(self._state, piece)
         return text
 
     def finish(self) -> str:
-        """Return what was held back; bytes that never became a character are U+FFFD."""
+        """Return the held-back text; bytes that never became a character are U+FFFD."""
         text, self._state = self.rules.after(self._state, b"", final=True)
         return text

@@ -129,10 +129,10 @@ def test_a_state_that_does_not_say_how_it_was_computed_is_refused(
     said = ctx.sequence_state(0)
     old = {name: value for name, value in said.fingerprint.rope.items() if name != "index"}
     assert len(old) == len(said.fingerprint.rope) - 1
-    with pytest.raises(StateLayoutMismatch, match="does not say"):
+    with pytest.raises(StateLayoutMismatch, match="not recorded"):
         replace(said.fingerprint, rope=old, rope_digest="0" * 64).check(said.fingerprint)
     odd = replace(said.fingerprint, rope=old | {"index": 7.0})
-    with pytest.raises(StateLayoutMismatch, match="does not say"):
+    with pytest.raises(StateLayoutMismatch, match="not recorded"):
         odd.check(said.fingerprint)
 
 

@@ -267,7 +267,7 @@ def test_another_version_is_named(
     with monkeypatch.context() as patch:
         patch.setattr("pykvcache.state.container.VERSION", version)
         ctx.save_sequence(tmp_path / "a", 1)
-    with refused(ctx, StateVersionError, match=f"version {version} of the format"):
+    with refused(ctx, StateVersionError, match=f"format version {version}"):
         ctx.load_sequence(tmp_path / "a", 1)
     with pytest.raises(StateVersionError):
         describe_state(tmp_path / "a")

@@ -237,7 +237,7 @@ def test_metadata_that_could_not_be_read_again_is_not_written(
     ctx.decode(WORDS[:5])
     monkeypatch.setattr("pykvcache.state.container._MAX_HEADER", 5000)
     assert SequenceState.from_bytes(ctx.sequence_state(0, metadata={"a": "x" * 2000}).to_bytes())
-    with pytest.raises(ValueError, match="at most 5000"):
+    with pytest.raises(ValueError, match="limit of 5000"):
         ctx.sequence_state(0, metadata={"a": "x" * 5000}).to_bytes()
 
 

@@ -112,5 +112,5 @@ def test_that_of_yarn(make_context: ContextFactory) -> None:
     )
     assert facts["ext_factor"] == 1
     assert state.fingerprint.rope_digest == hashlib.sha256(wanted * 2).hexdigest()
-    with pytest.raises(StateLayoutMismatch, match="rotated otherwise"):
+    with pytest.raises(StateLayoutMismatch, match="rotates keys differently"):
         other.restore_sequence(state, 0)

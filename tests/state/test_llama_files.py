@@ -122,7 +122,7 @@ def test_tokens_are_as_many_as_the_positions(
     ctx = make_context(name)
     ctx.decode(TOKENS, seq_id=1)
     for wrong in (TOKENS[:11], WORDS[:13], []):
-        with pytest.raises(ValueError, match=f"{len(wrong)} tokens given: the sequence holds 12"):
+        with pytest.raises(ValueError, match=f"{len(wrong)} tokens given, but the .* holds 12"):
             ctx.save_llama_file(tmp_path / "f", 1, wrong)
     with pytest.raises(TypeError):
         ctx.save_llama_file(tmp_path / "f", 1, [0.5] * 12)  # type: ignore[list-item]
@@ -189,14 +189,14 @@ def test_other_files_are_refused(taken: tuple[LlamaContext, bytes, bytes], tmp_p
     good = file_of(GGSQ, OF_SEQUENCES, packed(*TOKENS), sequence[8:])
     for data, error, match in (
         (b"", StateFormatError, "empty"),
-        (b"qsg", StateFormatError, "neither ggsq nor ggsn"),
-        (b"GGUF" + good[4:], StateFormatError, "neither ggsq nor ggsn"),
+        (b"qsg", StateFormatError, "does not start with ggsq or ggsn"),
+        (b"GGUF" + good[4:], StateFormatError, "does not start with ggsq or ggsn"),
         (own.read_bytes(), StateFormatError, "load_sequence"),
-        (good[:4] + packed(1) + good[8:], StateVersionError, f"version 1: .*{OF_SEQUENCES} can"),
+        (good[:4] + packed(1) + good[8:], StateVersionError, f"version 1: .*.*{OF_SEQUENCES}"),
         (good[:4] + packed(99) + good[8:], StateVersionError, "version 99"),
         (good[:8] + packed(2**32 - 1) + good[12:], StateTruncated, "within its 4294967295 tokens"),
         (good + b"x", StateTrailingBytes, ""),
-        (file_of(GGSN, 9, b"", whole), StateVersionError, f"version 9: {OF_CONTEXTS} can"),
+        (file_of(GGSN, 9, b"", whole), StateVersionError, f"version 9: .*{OF_CONTEXTS}"),
         (file_of(GGSN, OF_CONTEXTS, b"", whole), StateFormatError, "holds a context"),
         (file_of(GGSQ, OF_SEQUENCES, b"", whole), StateError, ""),
     ):

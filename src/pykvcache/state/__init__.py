@@ -1,4 +1,4 @@
-"""A sequence at rest: raw states at memory speed, and the container that proves what it holds."""
+"""Saved sequences: raw states at memory speed, and a verified container format."""
 
 from pykvcache.state.facts import Fingerprint
 from pykvcache.state.llama_files import LlamaStateFile

@@ -1,4 +1,4 @@
-"""Write a file such that its name always stands for the whole old one or the whole new one."""
+"""Atomic file writes: a name always refers to the complete old file or the complete new one."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from pykvcache.errors import StateFileError, StateFileNotFound
 
 __all__ = ["check_regular", "file_error", "write_atomically"]
 
-#: Smaller pieces are joined: a call of the system costs more than a copy of this much.
+#: Smaller pieces are joined: a system call costs more than copying this many bytes.
 _JOINED = 1 << 16
 
 
 def file_error(error: OSError, path: str) -> StateFileError:
-    """Return an error of the system as an error of this package."""
+    """Convert an OSError to an error of this package."""
     kind = StateFileNotFound if isinstance(error, FileNotFoundError) else StateFileError
     result: StateFileError = kind(error.errno, error.strerror or str(error), path)
     return result
 
 
 def write_atomically(path: str, pieces: Sequence[memoryview], *, sync: bool) -> int:
-    """Write to a temporary file beside ``path``, then rename it; return the number of bytes.
+    """Write a temporary file next to ``path`` and rename it; return the number of bytes.
 
-    With ``sync`` the data and the name have reached the disk when this returns.
+    With ``sync``, data and name are on disk when this returns.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     try:
         temporary, target, mode = places(path)
-        # O_CLOEXEC is Python's default. A file that only its owner may read stays one.
+        # O_CLOEXEC is Python's default. A file readable only by its owner stays so.
         try:
             own = 0o666 if mode is None else mode & 0o666
             descriptor = os.open(temporary, flags, own)
             try:
                 if mode is not None and hasattr(os, "fchmod"):
                     os.fchmod(descriptor, mode)
-                # ext4 would claim blocks when the old file is replaced, and wait there until
-                # the data is on its way to the disk: several times as long as the write.
+                # Replacing a file, ext4 would allocate its blocks in rename() and wait for the
+                # data to reach the disk: several times as long as the write.
                 lib.claim_blocks(descriptor, sum(map(len, pieces)))
                 size = _write(descriptor, pieces)
                 if sync:
@@ -86,7 +86,7 @@ def _write_all(descriptor: int, view: memoryview) -> None:
 
 
 def _sync_folder(folder: str) -> None:
-    """Make the new name last; Windows has no such call and needs none."""
+    """Make the new name durable; Windows has no such call and needs none."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)

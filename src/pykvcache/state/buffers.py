@@ -15,10 +15,10 @@ ByteArray = npt.NDArray[np.uint8]
 
 
 def as_bytes(buffer: Any, what: str, *, writable: bool = False, order: str = "") -> ByteArray:
-    """View a C-contiguous buffer as bytes; the error of a method names the order of arguments."""
+    """View a C-contiguous buffer as bytes; `order` is the argument order shown in errors."""
     try:
         view = memoryview(buffer)
-    except (TypeError, ValueError):  # NumPy's dates and times are no buffers
+    except (TypeError, ValueError):  # NumPy's dates and times export no buffer
         hint = f": the order is {order}" if order else ""
         message = f"{what} must be a buffer of bytes, not {type(buffer).__name__}{hint}"
         raise TypeError(message) from None

@@ -1,4 +1,4 @@
-"""The digests of a file's blocks: SHA-256, or XXH3 where xxhash is installed, 20 times faster."""
+"""Digests of a file's blocks: SHA-256, or XXH3 (20 times faster) if xxhash is installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["best_checksum", "digest", "digest_size", "find_checksum"]
 _SIZES = {"xxh3-128": 16, "sha256": 32}
 
 
-# The constructor of XXH3, or None; looked for once, because a failed import is slow.
+# The constructor of XXH3, or None. Cached, because a failed import is slow.
 _found: list[Callable[[], Any] | None] = []
 
 
@@ -29,18 +29,18 @@ def _xxh3() -> Callable[[], Any] | None:
 
 
 def best_checksum() -> str:
-    """Return the fastest that is installed."""
+    """Return the fastest checksum that is installed."""
     return "xxh3-128" if _xxh3() else "sha256"
 
 
 def find_checksum(name: str) -> str:
-    """Return the name if files with it can be read here."""
+    """Return the name if it can be computed here; raise otherwise."""
     if not isinstance(name, str):
         raise TypeError(f"checksum must be a str, not {type(name).__name__}")
     if name not in _SIZES:
         known = ", ".join(_SIZES)
         raise StateVersionError(
-            f"the state has checksums of type {name!r}: known are {known}",
+            f"the state has checksums of type {name!r}: supported are {known}",
             what="checksum",
             value=name,
             limit=known,
@@ -60,7 +60,7 @@ def digest_size(name: str) -> int:
 
 
 def digest(name: str, data: memoryview) -> bytes:
-    """Return the digest; the GIL is free while it is computed."""
+    """Compute a digest without the GIL."""
     xxh3 = _xxh3() if name == "xxh3-128" else None
     state = xxh3() if xxh3 is not None else hashlib.sha256()
     state.update(data)

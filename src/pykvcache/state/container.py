@@ -1,6 +1,6 @@
-"""The file: a safetensors file with a checksum for its header and for every tensor.
+"""The file format: a safetensors file with checksums for its header and every tensor.
 
-docs/state-format.md describes it byte by byte. Nothing here knows what the tensors mean.
+docs/state-format.md describes it byte by byte. This module does not know what tensors mean.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ __all__ = ["FORMAT", "VERSION", "Container", "Tensor", "open_file", "pack", "par
 FORMAT = "pykvcache.state"
 VERSION = 1
 CHECKSUMS = "checksums"
-#: Bytes per element of the safetensors types that are used.
+#: Bytes per element of the safetensors types in use.
 _SIZES = {"U8": 1, "I32": 4, "F16": 2, "BF16": 2, "F32": 4}
 _MAX_HEADER = 100_000_000  # safetensors' own limit
-#: How llama.cpp's own files begin; as a length it would be larger than a header may be.
+#: Magic bytes of llama.cpp's own files; as a length they exceed the largest header.
 _LLAMA_CPP = (b"qsgg", b"nsgg")
-#: More dimensions than any tensor has here; their product takes long where there are many.
+#: Upper bound on the rank of a tensor; a product over many dimensions would take long.
 _MAX_RANK = 8
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Bytes with a name, and what other readers of safetensors shall take them for."""
+    """Named bytes, with the dtype and shape that other safetensors readers see."""
 
     name: str
     dtype: str
@@ -52,13 +52,13 @@ class Tensor:
     data: ByteArray
 
     def array(self, dtype: Any) -> Any:
-        """Return the elements as an array of the shape."""
+        """Return the elements as an array of this shape."""
         return self.data.view(dtype).reshape(self.shape)
 
 
 @dataclass(frozen=True)
 class Container:
-    """A parsed file: text by key, tensors by name."""
+    """A parsed file: metadata strings by key, tensors by name."""
 
     metadata: Mapping[str, str]
     tensors: Mapping[str, Tensor]
@@ -66,7 +66,7 @@ class Container:
 
 
 def pack(metadata: Mapping[str, str], tensors: Sequence[Tensor], checksum: str) -> list[memoryview]:
-    """Return a file as pieces; the tensors are not copied."""
+    """Return the pieces of a file, without copying the tensors."""
     text = {"format": FORMAT, "version": str(VERSION), "checksum": checksum, **metadata}
     table = (1 + len(tensors), digest_size(checksum))
     entries: dict[str, Any] = {"__metadata__": text}
@@ -81,8 +81,8 @@ def pack(metadata: Mapping[str, str], tensors: Sequence[Tensor], checksum: str) 
     header += b" " * (-len(header) % 8)
     if len(header) > _MAX_HEADER:
         raise ArgumentError(
-            f"the header has {len(header)} bytes: at most {_MAX_HEADER} can be read again, "
-            "metadata belongs there as far as it is small",
+            f"the header has {len(header)} bytes, more than the limit of {_MAX_HEADER}: "
+            "store large metadata elsewhere",
             "header",
             len(header),
             _MAX_HEADER,
@@ -94,7 +94,7 @@ def pack(metadata: Mapping[str, str], tensors: Sequence[Tensor], checksum: str) 
 
 
 def open_file(path: str, *, mapped: bool) -> ByteArray:
-    """Return a file's bytes; mapped, they are read from the disk when they are looked at."""
+    """Return a file's bytes; a mapped file is read on access."""
     try:
         check_regular(path)
         with open(path, "rb") as file:
@@ -106,7 +106,7 @@ def open_file(path: str, *, mapped: bool) -> ByteArray:
             data = np.empty(size, np.uint8)
             if file.readinto(data.data) != size:
                 raise StateTruncated(
-                    "the file became shorter while it was read", what=str(path), limit=size
+                    "the file was truncated while it was read", what=str(path), limit=size
                 )
             return data
     except OSError as error:
@@ -114,7 +114,7 @@ def open_file(path: str, *, mapped: bool) -> ByteArray:
 
 
 def parse(data: ByteArray, *, verify: bool = True) -> Container:
-    """Read a file's bytes; every byte is checked, or with ``verify=False`` the header alone."""
+    """Parse a file and verify every byte, or with ``verify=False`` only the header."""
     start, entries = _header(data)
     text = entries.pop("__metadata__", None)
     if not isinstance(text, dict) or text.get("format") != FORMAT:
@@ -123,7 +123,7 @@ def parse(data: ByteArray, *, verify: bool = True) -> Container:
         raise StateDamaged("the header holds metadata that is not text", what="header")
     if text.get("version") != str(VERSION):
         raise StateVersionError(
-            f"the state has version {text.get('version')} of the format: {VERSION} is known here",
+            f"the state has format version {text.get('version')}: this version reads {VERSION}",
             what="version",
             value=text.get("version"),
             limit=str(VERSION),
@@ -133,7 +133,7 @@ def parse(data: ByteArray, *, verify: bool = True) -> Container:
     table = tensors.pop(CHECKSUMS, None)
     if table is None or table.shape != (1 + len(tensors), digest_size(checksum)):
         raise StateDamaged(
-            "the table of checksums is not as long as the list of tensors", what=CHECKSUMS
+            "the number of checksums differs from the number of tensors", what=CHECKSUMS
         )
     digests = table.data.reshape(table.shape)
     if digest(checksum, data[:start].data) != digests[0].tobytes():
@@ -149,9 +149,11 @@ def _header(data: ByteArray) -> tuple[int, dict[str, Any]]:
         raise StateFormatError("the state is empty")
     (size,) = struct.unpack("<Q", data[:8].tobytes().ljust(8, b"\0"))
     if data[:4].tobytes() in _LLAMA_CPP:
-        raise StateFormatError("a state file of llama.cpp's own: load_llama_file reads it")
+        raise StateFormatError("this is one of llama.cpp's state files: use load_llama_file")
     if size > _MAX_HEADER:
-        raise StateFormatError("not a state of pykvcache: it does not begin as a safetensors file")
+        raise StateFormatError(
+            "not a state of pykvcache: it does not start like a safetensors file"
+        )
     if len(data) < 8:
         raise StateTruncated(
             f"not a state of pykvcache, or cut off: it ends after {len(data)} bytes",
@@ -200,13 +202,13 @@ def _tensors(data: ByteArray, start: int, entries: Mapping[str, Any]) -> dict[st
             view = data[start + begin : start + end]
             tensors[name] = Tensor(name, entry["dtype"], shape, view)
             at = end
-    except StateTruncated:  # a ValueError, too
+    except StateTruncated:  # also a ValueError
         raise
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise StateDamaged("the header's list of tensors makes no sense", what="header") from None
+        raise StateDamaged("the header's list of tensors is invalid", what="header") from None
     if start + at != len(data):
         raise StateTrailingBytes(
-            f"the state has {len(data) - start - at} bytes too many",
+            f"the state has {len(data) - start - at} trailing bytes",
             what="bytes",
             value=len(data),
             limit=start + at,

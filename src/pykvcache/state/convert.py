@@ -1,4 +1,4 @@
-"""Fit a part to another context: values transposed or not, other types of K and V."""
+"""Convert a part for another context: transposed values, other types of K and V."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def fit(part: Part, target: PartLayout, *, convert: bool) -> Part:
-    """Return the part as another context stores it; the same tensors where nothing differs.
+    """Return the part as another context stores it; reuse the tensors if nothing differs.
 
     Raises
     ------
@@ -44,8 +44,8 @@ def _compare(layout: PartLayout, target: PartLayout, *, convert: bool) -> None:
         need_equal(what, getattr(layout, what), getattr(target, what))
     if len(layout.rows) != len(target.rows):
         raise StateLayoutMismatch(
-            f"the state has {len(layout.rows)} tensors in its {layout.part} part: "
-            f"this context has {len(target.rows)}",
+            f"the state has {len(layout.rows)} tensors in its {layout.part} part, "
+            f"but this context has {len(target.rows)}",
             what="tensors",
             value=len(layout.rows),
             limit=len(target.rows),
@@ -57,21 +57,21 @@ def _compare(layout: PartLayout, target: PartLayout, *, convert: bool) -> None:
         if rows.type == wanted.type and rows.rotation == wanted.rotation:
             if rows.row_bytes != wanted.row_bytes:
                 raise StateLayoutMismatch(
-                    f"a row of layer {wanted.layer} has {rows.row_bytes} bytes in the state, "
-                    f"{wanted.row_bytes} here",
+                    f"a row of layer {wanted.layer} has {rows.row_bytes} bytes in the state, but "
+                    f"{wanted.row_bytes} in this context",
                     what=f"row of layer {wanted.layer}",
                     value=rows.row_bytes,
                     limit=wanted.row_bytes,
                 )
         elif rows.what not in ("k", "v"):
             raise StateLayoutMismatch(
-                f"the recurrent state of layer {rows.layer} has another type",
+                f"the recurrent state of layer {rows.layer} has a different type in this context",
                 what=f"layer {rows.layer}",
             )
         elif not convert:
             raise StateLayoutMismatch(
                 f"{rows.what.upper()} is stored as {_name(rows)} in the state and as "
-                f"{_name(wanted)}, here: pass convert=True to convert it, which rounds the values",
+                f"{_name(wanted)} in this context: pass convert=True to convert it, with rounding",
                 what=rows.what,
                 value=_name(rows),
                 limit=_name(wanted),
@@ -94,7 +94,7 @@ def _transpose(tensor: ByteArray, rows: Rows) -> ByteArray:
 
 
 def _load(tensor: ByteArray, rows: Rows) -> Floats:
-    """Return the values of the model: float32, shape (n_cells, n_head, head_dim)."""
+    """Return dequantized, unrotated values: float32, shape (n_cells, n_head, head_dim)."""
     n_bytes = rows.row_bytes // max(rows.n_head, 1)
     try:
         heads = np.ascontiguousarray(tensor).reshape(len(tensor), rows.n_head, n_bytes)
@@ -112,9 +112,7 @@ def _store(values: Floats, rows: Rows) -> ByteArray:
         stored = as_rows(values, rows.type, rows.rotation)
     except ValueError as error:
         raise StateLayoutMismatch(str(error)) from None
-    # The scale of a block is an f16, so blocks have a limit too.
+    # The scale of a quantised block is an f16, so such types overflow too.
     if not np.isfinite(as_floats(stored, rows.type, 0)).all():
-        raise StateError(
-            f"the state holds values that are too large for {_name(rows)}", what=_name(rows)
-        )
+        raise StateError(f"the state holds values too large for {_name(rows)}", what=_name(rows))
     return stored.reshape(len(values), rows.row_bytes)

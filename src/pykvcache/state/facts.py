@@ -1,4 +1,4 @@
-"""What a state has to have in common with the context that it goes to."""
+"""Model and settings that a state must share with the context that restores it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pykvcache.state.layout import need_equal
 
 __all__ = ["Fingerprint", "fingerprint_of"]
 
-# Stands beside the rotation: both say how a model's layers compute what the cells hold.
+# Stored next to the rotation: both determine how layers compute the cells.
 _INDEX = "index"
 _HOW: Mapping[float | None, str] = {0.0: "without", 1.0: "with"}
-_UNSAID = "with or without (it does not say)"
+_UNSAID = "with or without (not recorded)"
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Fingerprint:
 
     Attributes
     ----------
-    model
+    Number of layers, K/V heads and embedding dimensions of the model.
         `LlamaModel.fingerprint`: SHA-256 of the file's metadata, tensor table and samples.
     architecture
         ``general.architecture`` of the model.
@@ -42,16 +42,15 @@ class Fingerprint:
     causal
         Whether attention is causal.
     rope
-        How keys are rotated, of the first layer that is: base, scale and the like. And
-        ``index``, where attention may ask an index: 1 where it does, 0 where the context
-        leaves it out.
+        Rotation of the first layer with RoPE: base, scale and the like. Also ``index`` if the
+        model can use indexed attention: 1 if the context uses it, 0 otherwise.
     rope_digest
-        SHA-256 of the same of every layer, byte by byte in docs/state-format.md.
+        SHA-256 of the rotations of all layers; docs/state-format.md defines it.
     adapters
         Digests and scales of the adapters in use.
     model_name
-        ``general.name`` of the model, its first 100 characters; empty where it or the file has
-        none. Not compared: for people.
+        ``general.name`` of the model, its first 100 characters; empty if unknown. For display
+        only, not compared.
     """
 
     model: str
@@ -68,13 +67,13 @@ class Fingerprint:
     model_name: str = field(default="", compare=False)
 
     def to_json(self) -> str:
-        """Return the text that a file holds; the name stands beside it."""
+        """Return the JSON text for a file; the model's name is stored separately."""
         compared = {name: value for name, value in vars(self).items() if name != "model_name"}
         return json.dumps(compared | {"rope": dict(self.rope)}, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Fingerprint:
-        """Read what `to_json` wrote."""
+        """Parse the output of `to_json`."""
         try:
             data = json.loads(text)
             adapters = data.pop("adapters")
@@ -89,12 +88,10 @@ class Fingerprint:
                 raise TypeError
             return result
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise StateDamaged(
-                "the state's fingerprint makes no sense", what="fingerprint"
-            ) from None
+            raise StateDamaged("the state's fingerprint is invalid", what="fingerprint") from None
 
     def check(self, here: Fingerprint) -> None:
-        """Raise unless a state with this fingerprint is right in that context."""
+        """Raise unless a state with this fingerprint is valid in the other's context."""
         if not isinstance(here, Fingerprint):
             raise TypeError(f"here must be a Fingerprint, not {type(here).__name__}")
         if self.model != here.model:
@@ -119,30 +116,30 @@ class Fingerprint:
         if self.rope.get(_INDEX) != here.rope.get(_INDEX):
             held, known = (_HOW.get(one.rope.get(_INDEX), _UNSAID) for one in (self, here))
             raise StateLayoutMismatch(
-                f"the state was computed {held} the index of this model's attention, and this "
+                f"the state was computed {held} the index of this model's attention, but this "
                 f"context computes {known} it (kv_unified, n_seq_max, flash_attn): use a context "
-                "like the other one, or evaluate the text again",
+                "with the same settings, or evaluate the text again",
                 what="index",
                 value=self.rope.get(_INDEX),
                 limit=here.rope.get(_INDEX),
             )
         if self.rope_digest != here.rope_digest:
             differ = [
-                f"{name} is {self.rope.get(name)} in the state, {here.rope.get(name)} here"
+                f"{name} is {self.rope.get(name)} in the state, but {here.rope.get(name)} here"
                 for name in sorted({*self.rope, *here.rope})
                 if self.rope.get(name) != here.rope.get(name)
             ]
             raise StateLayoutMismatch(
-                "keys are rotated otherwise here (rope_freq_base, rope_freq_scale, yarn_*): "
-                # The digest is of every layer and of the factors, the numbers are of one.
-                + (", ".join(differ) or "other frequency factors, or another layer"),
+                "this context rotates keys differently (rope_freq_base, rope_freq_scale, yarn_*): "
+                # The digest covers all layers and the factors, `rope` only one layer.
+                + (", ".join(differ) or "the frequency factors or another layer differ"),
                 what="rope",
                 value=self.rope,
                 limit=here.rope,
             )
 
     def _called(self) -> str:
-        """Return what is known of the model: the same name may stand for other weights."""
+        """Describe the model; its name alone may be that of other weights."""
         name = f"{self.model_name!r} " if self.model_name else "one without a name "
         return (
             f"{name}({self.architecture[:40]}, {self.n_layer} layers, fingerprint "
@@ -186,7 +183,7 @@ def fingerprint_of(native: lib.Context, model: str) -> Fingerprint:
         digest.update(_rotation(facts))
         if facts is not None and not first and facts["type"] >= 0:
             first = {k: float(v) for k, v in facts.items() if k != "freq_factors"}
-    if native.index_use is not None:  # said either way: what says nothing is of an older version
+    if native.index_use is not None:  # recorded either way: older versions recorded neither
         digest.update(b"index" if native.index_use else b"no index")
         first[_INDEX] = float(native.index_use)
     return Fingerprint(
@@ -205,12 +202,12 @@ def fingerprint_of(native: lib.Context, model: str) -> Fingerprint:
 
 
 def _rotation(facts: Mapping[str, Any] | None) -> bytes:
-    """Return how a layer rotates its keys: what settings of a context can change, and no more."""
+    """Serialize a layer's rotation, as far as settings of a context can change it."""
     if facts is None:
-        return b"\0"  # no keys are kept
+        return b"\0"  # the layer stores no keys
     if facts["known"] and facts["type"] < 0:
         return b"\1"
-    # Only YaRN's mixture of two rotations asks for these.
+    # Only YaRN's mixture of two rotations uses these.
     mixed = facts["ext_factor"] != 0
     n_ctx_orig, fast, slow = (
         facts[name] if mixed else 0 for name in ("n_ctx_orig", "beta_fast", "beta_slow")

@@ -1,4 +1,4 @@
-"""Parts as the tensors of a container, and back."""
+"""Parts as tensors of a container, and back."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pykvcache.state.layout import IntArray, Part, PartLayout
 
 __all__ = ["json_of", "layouts_of", "read_ints", "read_part", "write_ints", "write_part"]
 
-#: ``ggml_type`` to the types of safetensors; blocks of quantised types are bytes there.
+#: ``ggml_type`` to safetensors types; quantised blocks are stored as bytes.
 _DTYPES = {0: ("F32", 4), 1: ("F16", 2), 30: ("BF16", 2)}
 
 
 def json_of(container: Container, key: str) -> Any:
-    """Read a value of the header that is JSON itself."""
+    """Parse a header value that is JSON."""
     try:
         return json.loads(container.metadata[key])
     except (KeyError, ValueError, RecursionError):
@@ -28,11 +28,11 @@ def json_of(container: Container, key: str) -> Any:
 
 
 def layouts_of(container: Container) -> tuple[PartLayout, ...]:
-    """Read what the parts of a state are made of."""
+    """Parse the layouts of a state's parts."""
     try:
         return tuple(PartLayout.from_json(part) for part in json_of(container, "layout"))
     except (ValueError, TypeError, KeyError, IndexError):
-        raise StateDamaged("the state's layout makes no sense", what="layout") from None
+        raise StateDamaged("the state's layout is invalid", what="layout") from None
 
 
 def write_ints(name: str, values: IntArray) -> Tensor:
@@ -42,16 +42,16 @@ def write_ints(name: str, values: IntArray) -> Tensor:
 
 
 def read_ints(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> IntArray:
-    """Return a copy of int32 values; -1 stands for any length.
+    """Return a copy of an int32 tensor; -1 in `shape` matches any length.
 
-    What a state needs all the time is not left in a file that another program may truncate.
+    A copy, because another program may truncate a mapped file.
     """
     tensor = _find(tensors, name)
     fits = len(tensor.shape) == len(shape) and all(
         b in (-1, a) for a, b in zip(tensor.shape, shape, strict=True)
     )
     if tensor.dtype != "I32" or not fits:
-        raise StateDamaged(f"{name} has another shape or type than its layout says", what=name)
+        raise StateDamaged(f"the shape or type of {name} differs from its layout", what=name)
     values: IntArray = np.frombuffer(tensor.data, "<i4").reshape(tensor.shape)
     return values.astype(np.int32)
 
@@ -93,7 +93,7 @@ def _described(prefix: str, part: Part) -> Iterator[tuple[str, str, tuple[int, .
 def read_part(
     tensors: Mapping[str, Tensor], prefix: str, layout: PartLayout, *, members: bool
 ) -> Part:
-    """Read one stream of a part; everything is as long as the layout says."""
+    """Read one stream of a part; check all sizes against the layout."""
     positions = read_ints(tensors, f"{prefix}.positions", (-1,))
     n = len(positions)
     ext = read_ints(tensors, f"{prefix}.ext", (n, 3)) if layout.extended else None
@@ -102,16 +102,16 @@ def read_part(
         offsets = read_ints(tensors, f"{prefix}.offsets", (n + 1,))
         ids = read_ints(tensors, f"{prefix}.sequences", (-1,))
         if offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 1).any():
-            raise StateDamaged(f"{prefix}.offsets make no sense", what=f"{prefix}.offsets")
+            raise StateDamaged(f"{prefix}.offsets are invalid", what=f"{prefix}.offsets")
         pair = offsets, ids
     part = Part(layout, positions, ext, (), pair)
     data = []
     for i, (name, dtype, shape) in enumerate(_described(prefix, part)):
         tensor = _find(tensors, name)
         if (tensor.dtype, tensor.shape) != (dtype, shape):
-            raise StateDamaged(f"{name} has another shape or type than its layout says", what=name)
+            raise StateDamaged(f"the shape or type of {name} differs from its layout", what=name)
         wanted = part.shape(i)
         if tensor.data.nbytes != prod(wanted):
-            raise StateDamaged(f"{name} has another size than its layout says", what=name)
+            raise StateDamaged(f"the size of {name} differs from its layout", what=name)
         data.append(tensor.data.reshape(wanted))
     return Part(layout, positions, ext, tuple(data), pair)

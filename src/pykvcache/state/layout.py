@@ -1,4 +1,4 @@
-"""What the parts of a memory store per cell, and their cells as arrays."""
+"""What each part of a memory stores per cell, and cells as arrays."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pykvcache.state.buffers import ByteArray
 __all__ = ["Part", "PartLayout", "Rows", "layouts_from_native", "need_equal"]
 
 IntArray = npt.NDArray[np.int32]
-#: sequences of cells: those of cell i are ids[offsets[i]:offsets[i + 1]]
+#: CSR lists of sequence ids: cell i belongs to ids[offsets[i]:offsets[i + 1]].
 Members = tuple[IntArray, IntArray]
 
 
 def need_equal(what: str, found: object, wanted: object) -> None:
-    """Raise `StateLayoutMismatch` where a state differs from this context in one fact."""
+    """Raise `StateLayoutMismatch` if a state differs from this context."""
     if found != wanted:
         raise StateLayoutMismatch(
-            f"{what} is {found!r} in the state, {wanted!r} here",
+            f"{what} is {found!r} in the state, but {wanted!r} in this context",
             what=what,
             value=found,
             limit=wanted,
@@ -32,7 +32,7 @@ def need_equal(what: str, found: object, wanted: object) -> None:
 
 @dataclass(frozen=True)
 class Rows:
-    """One tensor: what a layer stores for each cell.
+    """Layout of one tensor, a row per cell.
 
     Attributes
     ----------
@@ -70,8 +70,8 @@ class PartLayout:
     Attributes
     ----------
     part
-        ``"attention"``, ``"window"``, ``"recurrent"``, or ``"index"`` (of sparse attention, beside
-        its cells).
+        ``"attention"``, ``"window"``, ``"recurrent"``, or ``"index"`` (the index cells of sparse
+        attention).
     n_layer
         Number of layers, as llama.cpp's states count them.
     extended
@@ -81,7 +81,7 @@ class PartLayout:
     rows
         The tensors, in the order of llama.cpp's states.
     n_stream
-        Streams of the context; no property of a sequence that is at rest.
+        Streams of the context; not a property of a saved sequence.
     """
 
     part: str
@@ -92,7 +92,7 @@ class PartLayout:
     n_stream: int = field(default=1, compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a file says about this part."""
+        """Return the JSON description for a file."""
         return {
             "part": self.part,
             "n_layer": self.n_layer,
@@ -106,7 +106,7 @@ class PartLayout:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PartLayout:
-        """Read what `to_json` wrote; ValueError, TypeError or KeyError on anything else."""
+        """Parse the output of `to_json`; raise ValueError, TypeError or KeyError if invalid."""
         rows = tuple(Rows(str(r[0]), *(_count(n) for n in r[1:])) for r in data["rows"])
         if any(len(r) != 8 for r in data["rows"]) or data["part"] not in PARTS:
             raise ValueError("not a part")
@@ -123,7 +123,7 @@ class PartLayout:
 
 PARTS = ("attention", "window", "recurrent", "index")
 
-#: Of them, what blocks hold: a row for each token, of which any run can be put back.
+#: Parts stored in prefix-cache blocks: a row per token, restorable in any range.
 BLOCK_PARTS = ("attention", "index")
 
 
@@ -136,7 +136,7 @@ def _count(value: object) -> int:
 def layouts_from_native(
     native: Sequence[Mapping[str, Any]], rotations: Mapping[str, tuple[int, int]]
 ) -> tuple[PartLayout, ...]:
-    """Read ``lib.Context.state_layout`` and, per part, ``lib.Context.hadamard``."""
+    """Convert ``lib.Context.state_layout`` and, per part, ``lib.Context.hadamard``."""
     layouts = []
     for part in native:
         of_k, of_v = rotations[part["part"]]
@@ -165,16 +165,16 @@ class Part:
     Attributes
     ----------
     layout
-        What the tensors are.
+        Layout of the tensors.
     positions
         int32, shape (n_cells,).
     ext
-        int32, shape (n_cells, 3): x, y and token of ``llama_kv_cell_ext``; None without.
+        int32, shape (n_cells, 3): x, y and token of ``llama_kv_cell_ext``; None if absent.
     tensors
         Per entry of ``layout.rows``: uint8, shape (n_cells, row_bytes); transposed values
         have the shape (n_embd, n_cells, bytes of an element) instead.
     members
-        Sequences of each cell, where cells of several are together: (offsets, ids), int32.
+        Sequences of each cell as (offsets, ids), int32; only in a state of several sequences.
     """
 
     layout: PartLayout
@@ -191,7 +191,7 @@ class Part:
         return self.layout.v_trans and self.layout.rows[i].what == "v"
 
     def shape(self, i: int) -> tuple[int, ...]:
-        """Return the shape in bytes that tensor i has to have."""
+        """Return the required shape of tensor i as uint8."""
         rows = self.layout.rows[i]
         if self.is_transposed(i):
             return rows.n_embd, len(self), rows.row_bytes // max(rows.n_embd, 1)
@@ -208,7 +208,7 @@ class Part:
         )
 
     def in_order(self) -> Part:
-        """Return the cells by position; the same object where they are so already."""
+        """Return the cells by position; `self` if they are sorted already."""
         if len(self) < 2 or bool((self.positions[:-1] <= self.positions[1:]).all()):
             return self
         return self.take(np.argsort(self.positions, kind="stable"))

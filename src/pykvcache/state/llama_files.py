@@ -31,39 +31,39 @@ __all__ = ["LlamaStateFile"]
 
 _KINDS = {0x67677371: "sequence", 0x6767736E: "context"}
 _MAGICS = {kind: magic for magic, kind in _KINDS.items()}
-# The last version is the one that is written: that of the llama.cpp which is built in. A sequence's
-# versions 2 and 3 differ in nothing that is read here; llama-server packs tokens in either.
+# The last version is written: that of the llama.cpp in this build. Versions 2 and 3 of sequence
+# files do not differ in the fields read here; llama-server packs tokens in both.
 _OF_SEQUENCES, _OF_CONTEXTS = lib.state_file_versions
 _VERSIONS: Mapping[str, tuple[int, ...]] = {
     "sequence": (2, 3) if _OF_SEQUENCES == 3 else (_OF_SEQUENCES,),
     "context": (_OF_CONTEXTS,),
 }
 _START = 12
-# In memory a sequence's state begins with 8 bytes that its file does not have.
+# An in-memory sequence state starts with 8 bytes that the file omits.
 _HEAD = np.frombuffer(lib.sequence_state_head, np.uint8)
 _NO_TOKEN = -1
 
 
 class LlamaStateFile:
-    """What one of llama.cpp's own state files holds: a raw state, and token ids.
+    """Content of one of llama.cpp's own state files: a raw state and token ids.
 
-    Made of a raw state, or by `load` of a file of ``llama_state_seq_save_file``,
+    Built from a raw state, or by `load` from a file of ``llama_state_seq_save_file``,
     ``llama_state_save_file`` or llama-server (``/slots/ID?action=save``). Immutable.
 
-    Such a file has no checksum and does not say which model it belongs to; a file of
-    `SequenceState.save` does. It is not the same in all versions of llama.cpp either.
+    Such a file has no checksum and does not identify its model; a file of
+    `SequenceState.save` does both. The format also changes between llama.cpp versions.
 
     Parameters
     ----------
     state
-        From `LlamaContext.get_state`, of a sequence or of a whole context; kept, not copied.
+        From `LlamaContext.get_state`, for a sequence or a whole context; not copied.
     tokens
-        The token ids. llama-server takes a slot for empty without them.
+        Token ids. Without them, llama-server treats a slot as empty.
 
     Raises
     ------
     StateFormatError
-        ``state`` does not begin as a raw state does.
+        ``state`` does not start like a raw state.
     TypeError, ValueError
         As for the tokens of a batch.
     """
@@ -75,7 +75,7 @@ class LlamaStateFile:
         elif 4 < len(data) >= 4 + int.from_bytes(data[:4].tobytes(), "little"):
             kind, payload = "context", data
         else:
-            raise StateFormatError("this is not a raw state: see LlamaContext.get_state")
+            raise StateFormatError("not a raw state: pass the bytes of LlamaContext.get_state")
         self._set(kind, _VERSIONS[kind][-1], as_token_array(tokens), 0, payload)
 
     def _set(
@@ -97,12 +97,12 @@ class LlamaStateFile:
 
     @property
     def tokens(self) -> IntArray:
-        """Token ids, as many as the writer gave; int32, read-only. -1 stands for an image's."""
+        """Token ids as written, shape (n,); int32, read-only. -1 marks image or audio tokens."""
         return self._tokens
 
     @property
     def n_media(self) -> int:
-        """Number of images and sounds that llama-server noted among the tokens."""
+        """Number of images and sounds that llama-server recorded among the tokens."""
         return self._n_media
 
     @property
@@ -125,7 +125,7 @@ class LlamaStateFile:
 
     @classmethod
     def load(cls, path: Path, *, mapped: bool = True) -> LlamaStateFile:
-        """Read a file's header and tokens; the state is checked by the context that takes it.
+        """Read a file's header and tokens; `load_llama_file` checks the state when restoring it.
 
         Parameters
         ----------
@@ -135,13 +135,13 @@ class LlamaStateFile:
         Raises
         ------
         StateFileError
-            The system refused to read it; `StateFileNotFound` if it is not there.
+            The file cannot be read; `StateFileNotFound` if it does not exist.
         StateFormatError
-            It is not a state file of llama.cpp.
+            The file is not a state file of llama.cpp.
         StateVersionError
-            It is one of another version of llama.cpp.
+            The file's version is not supported.
         StateTruncated, StateDamaged
-            It ends within its tokens, or what stands there are not tokens.
+            The file ends within its tokens, or the tokens are invalid.
         """
         name, mapped = as_path(path), as_bool(mapped, "mapped")
         with naming(name):
@@ -149,7 +149,7 @@ class LlamaStateFile:
 
     @classmethod
     def from_bytes(cls, data: Buffer | npt.NDArray[Any]) -> LlamaStateFile:
-        """Read what `to_bytes` gave, or a file's content; errors as for `load`."""
+        """Parse the output of `to_bytes` or a file's content; errors as for `load`."""
         given = as_bytes(data, "data")
         return cls._parsed(given.copy() if given.flags.writeable else given)
 
@@ -160,14 +160,14 @@ class LlamaStateFile:
         words = np.frombuffer(data[: min(len(data), _START) // 4 * 4].tobytes(), "<u4").tolist()
         if not words or words[0] not in _KINDS:
             raise StateFormatError(
-                "not a state file of llama.cpp: it begins with neither ggsq nor ggsn; "
-                "files of save_sequence and save_context are for load_sequence and load_context"
+                "not a state file of llama.cpp: it does not start with ggsq or ggsn; "
+                "load files of save_sequence and save_context with load_sequence and load_context",
             )
         kind = _KINDS[words[0]]
         if len(words) > 1 and words[1] not in _VERSIONS[kind]:
             known = " and ".join(map(str, _VERSIONS[kind]))
             raise StateVersionError(
-                f"the file of a {kind} has version {words[1]}: {known} can be read here",
+                f"the file of a {kind} has version {words[1]}: this build reads {known}",
                 what="version",
                 value=words[1],
                 limit=_VERSIONS[kind],
@@ -206,9 +206,9 @@ class LlamaStateFile:
         return b"".join(self._file())
 
     def save(self, path: Path, *, sync: bool = True) -> int:
-        """Write the file that llama.cpp's own function would write, whole or not at all.
+        """Write the file that llama.cpp's own function would write, atomically.
 
-        Images and sounds among the tokens are written as -1 only, which llama-server refuses.
+        Images and sounds among the tokens are written only as -1, which llama-server refuses.
 
         Parameters
         ----------
@@ -231,8 +231,8 @@ class LlamaStateFile:
 def _unpacked(packed: IntArray) -> tuple[IntArray, int]:
     """Return the tokens that llama-server packed, and the number of media; or plain tokens.
 
-    -1, 1, the number of tokens, the tokens, the number of media, the index of each in the
-    tokens; then for each the number of its bytes, and those; zeros up to a whole number.
+    Format: -1, 1, number of tokens, tokens, number of media, the token index of each; then for
+    each medium its size in bytes and its bytes; zero padding to a multiple of 4.
     """
     if not len(packed) or packed[0] != _NO_TOKEN:
         return packed, 0
@@ -260,7 +260,7 @@ def _unpacked(packed: IntArray) -> tuple[IntArray, int]:
     version = number()
     if version != 1:
         raise StateVersionError(
-            f"llama-server's tokens have version {version}: 1 is known here",
+            f"llama-server's tokens have version {version}: only 1 is supported",
             what="version",
             value=version,
             limit=1,
@@ -269,18 +269,18 @@ def _unpacked(packed: IntArray) -> tuple[IntArray, int]:
     n_media = number()
     keys = np.frombuffer(skipped(4 * n_media, "the places of media"), "<u4")
     if (keys >= len(tokens)).any() or (tokens[keys.astype(np.int64)] != _NO_TOKEN).any():
-        raise StateDamaged("llama-server's tokens have media where there is a token", what="media")
+        raise StateDamaged("llama-server's tokens place media at a text token", what="media")
     for _ in range(n_media):
         skipped(number(), "a medium")
     if len(data) - at >= 4:
         raise StateDamaged(
-            f"llama-server's tokens are followed by {len(data) - at} bytes",
+            f"llama-server's tokens have {len(data) - at} trailing bytes",
             what="tokens",
             value=len(data),
             limit=at,
         )
     if not n_media and (tokens == _NO_TOKEN).any():
         raise StateDamaged(
-            "llama-server's tokens have a place for a medium, but no medium", what="media"
+            "llama-server's tokens have a placeholder without its medium", what="media"
         )
     return tokens, n_media

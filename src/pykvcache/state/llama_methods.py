@@ -20,7 +20,7 @@ __all__ = ["LlamaFileMethods"]
 
 
 class LlamaFileMethods(StateMethods):
-    """Exchange files with llama.cpp and llama-server; not made by itself."""
+    """Exchange files with llama.cpp and llama-server; base class of `LlamaContext`."""
 
     def save_llama_file(
         self,
@@ -30,11 +30,11 @@ class LlamaFileMethods(StateMethods):
         *,
         sync: bool = True,
     ) -> int:
-        """Save a sequence, or the whole context, as llama.cpp's own functions do.
+        """Save a sequence or the whole context in llama.cpp's own file format.
 
-        The file that ``llama_state_seq_save_file`` would write, byte for byte, or with ``None``
-        that of ``llama_state_save_file``; llama-server restores the first as a slot. Nothing in
-        it proves that it is undamaged or tells the model: `save_sequence` does that.
+        Writes the same bytes as ``llama_state_seq_save_file``, or as ``llama_state_save_file`` for
+        ``None``; llama-server restores the former as a slot. The file has no checksum and does not
+        identify its model: use `save_sequence` for that.
 
         Parameters
         ----------
@@ -42,9 +42,8 @@ class LlamaFileMethods(StateMethods):
             As for `SequenceState.save`.
         seq_id
             Sequence id; ``None`` for the whole context.
-        tokens
-            The token ids, one per position that the sequence holds; of a context, any. ``None``
-            writes none, and llama-server takes such a slot for empty.
+        Token ids, one per held position of the sequence, or any number for a context. ``None``
+        writes none; llama-server treats such a slot as empty.
 
         Returns
         -------
@@ -56,11 +55,11 @@ class LlamaFileMethods(StateMethods):
         SequenceIdError
             ``seq_id`` is not in ``[0, n_seq_max)``.
         ValueError, TypeError
-            The tokens are not as many as the positions, or no tokens.
+            The number of tokens differs from the number of positions, or they are not tokens.
         UnsupportedOperation
             As for `get_state`.
         StateFileError
-            The system refused; an older file of that name is as it was.
+            The file cannot be written; an older file of that name is unchanged.
         """
         self._check_open()
         name = as_path(path, order="save_llama_file(path, seq_id)")
@@ -73,7 +72,7 @@ class LlamaFileMethods(StateMethods):
                 held = int(part.positions[0]) - firsts[0][1] + 1
             if len(file.tokens) != held:
                 raise ArgumentError(
-                    f"{len(file.tokens)} tokens given: the sequence holds {held}",
+                    f"{len(file.tokens)} tokens given, but the sequence holds {held}",
                     "tokens",
                     len(file.tokens),
                     held,
@@ -83,39 +82,39 @@ class LlamaFileMethods(StateMethods):
     def load_llama_file(
         self, path: Path, seq_id: SupportsIndex | None = None, *, mapped: bool = True
     ) -> LlamaStateFile:
-        """Restore a sequence, or the whole context, from one of llama.cpp's own files.
+        """Restore a sequence or the whole context from one of llama.cpp's own files.
 
-        Files of ``llama_state_seq_save_file`` and of llama-server's slots go into a sequence,
-        those of ``llama_state_save_file`` into the whole context. Everything that the file says
-        is checked as in `set_state` before anything is changed. What it does not say, nobody can
-        check: it has to be this model's, computed under the same settings, and undamaged.
+        A file of ``llama_state_seq_save_file`` or of a llama-server slot restores a sequence, one
+        of ``llama_state_save_file`` the whole context. The content is checked as in `set_state`
+        before anything changes. The file does not record its model and settings: you must make
+        sure that they match and that the file is undamaged.
 
         Parameters
         ----------
         path, mapped
             As for `SequenceState.load`.
         seq_id
-            Sequence id, which need not be that of the source; ``None`` for the whole context.
+            Sequence id, may differ from the source's; ``None`` for the whole context.
 
         Returns
         -------
         LlamaStateFile
-            What was loaded, with its ``tokens``: as many as its writer gave, which need not be
-            as many as the sequence holds.
+            The loaded file, with its ``tokens``: as many as its writer gave, which may differ
+            from the number of held positions.
 
         Raises
         ------
         SequenceIdError
             ``seq_id`` is not in ``[0, n_seq_max)``.
         StateFileError, StateFormatError, StateVersionError, StateTruncated, StateDamaged
-            As for `LlamaStateFile.load`; or the state in the file is not one whole state.
+            As for `LlamaStateFile.load`; or the file does not hold one complete state.
         StateFormatError
-            It is the file of a context, and a sequence was asked for, or the reverse.
+            The file holds a context where a sequence was requested, or the reverse.
         StateModelMismatch
             A token is not in the vocabulary of this model.
         StateLayoutMismatch
-            It is the state of another memory; or an old file (version 2) of quantised keys, which
-            newer versions of llama.cpp store rotated.
+            The state is of a different memory; or it is an old file (version 2) of quantised K/V,
+            which newer versions of llama.cpp store rotated.
         StateTrailingBytes, NoKvCacheSlot, PositionError, UnsupportedOperation
             As for `set_state`.
         """
@@ -136,15 +135,15 @@ class LlamaFileMethods(StateMethods):
         if foreign.size or (file.tokens < (-1 if file.n_media else 0)).any():
             worst = foreign[0] if foreign.size else file.tokens.min()
             raise StateModelMismatch(
-                f"the file has token {worst}: this model's vocabulary has {self._model.n_vocab}",
+                f"the file has token {worst}, but the vocabulary has {self._model.n_vocab} tokens",
                 what="tokens",
                 value=int(worst),
                 limit=self._model.n_vocab - 1,
             )
         if file.version == 2 and any(rows.rotation for part in self._layouts for rows in part.rows):
             raise StateLayoutMismatch(
-                "the file has version 2, which cannot say whether quantised keys and values are "
-                "rotated as this context's are",
+                "the file has version 2, which does not record whether quantised keys and values "
+                "are rotated as in this context",
                 what="version",
                 value=2,
             )

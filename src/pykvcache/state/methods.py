@@ -32,7 +32,7 @@ __all__ = ["StateMethods"]
 
 
 class StateMethods(PartialStateMethods):
-    """Take sequences out of a context and put them back; not made by itself."""
+    """Save and restore sequences; base class of `LlamaContext`."""
 
     _native: lib.Context
     _model: LlamaModel
@@ -54,36 +54,36 @@ class StateMethods(PartialStateMethods):
     def get_state(
         self, seq_id: SupportsIndex | None = None, *, out: Buffer | npt.NDArray[Any] | None = None
     ) -> ByteArray:
-        """Copy what a sequence holds, or the whole context, as llama.cpp's bytes.
+        """Copy the state of a sequence, or of the whole context, in llama.cpp's format.
 
         One copy at memory speed, without the GIL (``llama_state_seq_get_data``,
-        ``llama_state_get_data``); of a sequence's 512 KiB and more by two threads, unless
-        ``n_threads_batch`` is 1. Shifts and copies that are pending are applied first. The
-        bytes carry no checksum and do not say which model they belong to: `save_sequence`
-        does. Logits are not part of a state.
+        ``llama_state_get_data``); sequence states of 512 KiB and more use two threads, unless
+        ``n_threads_batch`` is 1. Pending shifts and copies are applied first. The bytes have no
+        checksum and do not identify their model: `save_sequence` adds both. Logits are not part of
+        a state.
 
         Parameters
         ----------
         seq_id
             Sequence id; ``None`` for the whole context.
         out
-            A writable, C-contiguous buffer of at least `state_size` bytes; nothing else may
-            use it meanwhile. ``None`` makes a new array.
+            A writable, C-contiguous buffer of at least `state_size` bytes; nothing else may use it
+            during the call. ``None`` allocates a new array.
 
         Returns
         -------
         ndarray
-            uint8, shape (n_bytes,): new, or a view of the part of ``out`` that was written.
+            uint8, shape (n_bytes,): new, or a view of the written part of ``out``.
 
         Raises
         ------
         SequenceIdError
             ``seq_id`` is not in ``[0, n_seq_max)``.
         ValueError
-            ``out`` is too small, read-only, or not contiguous; nothing is written.
+            ``out`` is too small, read-only, or not contiguous; nothing was written.
         UnsupportedOperation
-            The model keeps no memory, or one whose layout is not known here, or the cells
-            depend on an encoder's input; or the sequence holds the rest of an aborted decode.
+            The model keeps no memory, or the layout of its memory is unknown, or the cells depend
+            on an encoder's input; or the sequence holds remains of an aborted decode.
         """
         target = None if out is None else as_bytes(out, "out", writable=True)
         return self._native.get_state(seq_id, target)
@@ -91,33 +91,32 @@ class StateMethods(PartialStateMethods):
     def set_state(
         self, buffer: Buffer | npt.NDArray[Any], seq_id: SupportsIndex | None = None
     ) -> None:
-        """Make a sequence, or the whole context, hold what a raw state holds.
+        """Replace a sequence, or the whole context, with a raw state.
 
-        What it held before is replaced. Structure, exact length, layers, types and positions
-        are checked before anything is changed, and that values are finite and attention can
-        multiply them; on any error all is as it was. That the data is otherwise undamaged,
-        and this model's, only `load_sequence` can tell. The sequence has no logits
-        until a token is decoded; those of others stay. A recurrent state does not tell where
-        its sequence began: it is taken to begin at 0.
+        Structure, exact length, layers, types and positions are checked before anything changes, as
+        is that values are finite and do not overflow in attention; on any error nothing changes.
+        Only `load_sequence` can also detect other damage or a different model. The sequence has no
+        logits until a token is decoded; logits of other sequences stay. A recurrent state does not
+        record its first position: it is assumed to be 0.
 
         Parameters
         ----------
         buffer
-            A C-contiguous buffer that `get_state` filled; nothing may write to it meanwhile.
+            A C-contiguous buffer from `get_state`; it must not be written to during the call.
         seq_id
-            Sequence id, which need not be that of the source; ``None`` for the whole context,
-            every sequence of which is replaced.
+            Sequence id, may differ from the source's; ``None`` for the whole context, of which
+            every sequence is replaced.
 
         Raises
         ------
         SequenceIdError
             ``seq_id`` is not in ``[0, n_seq_max)``.
         StateTruncated, StateTrailingBytes, StateDamaged
-            The bytes are not one whole state, or values are NaN, infinite or too large.
+            The bytes are not one complete state, or values are NaN, infinite or too large.
         PositionError
-            It holds a position past `LlamaContext.max_position`.
+            The state holds a position past `LlamaContext.max_position`.
         StateLayoutMismatch
-            It is the state of another memory: other layers, types, streams or sequences.
+            The state is of a different memory: other layers, types, streams or sequences.
         NoKvCacheSlot
             There is no room for that many cells.
         UnsupportedOperation
@@ -134,27 +133,27 @@ class StateMethods(PartialStateMethods):
         tokens: TokenInput | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> SequenceState:
-        """Take a copy of what a sequence holds, with what it belongs to.
+        """Copy the state of a sequence, with its model's fingerprint.
 
         Parameters
         ----------
         seq_id
             Sequence id.
         tokens
-            The token ids, one per position that is held; kept beside it.
+            Token ids, one per held position; stored with the state.
         metadata
-            Anything that JSON can hold, with str keys, at most 100 deep; kept beside it.
+            JSON-serializable values with str keys, nested at most 100 deep; stored with the state.
 
         Raises
         ------
         SequenceIdError
             ``seq_id`` is not in ``[0, n_seq_max)``.
         ValueError, TypeError
-            The tokens are not as many as the positions, or the metadata is not JSON.
+            The number of tokens differs from the number of positions, or the metadata is not JSON.
         UnsupportedOperation
             As for `get_state`.
         ModelLoadError
-            The model's file was changed since it was loaded, so that it cannot be named.
+            The model's file changed after it was loaded, so it cannot be fingerprinted.
         """
         if seq_id is None:
             raise TypeError("seq_id must be an integer, not None: see context_state")
@@ -167,36 +166,36 @@ class StateMethods(PartialStateMethods):
     def restore_sequence(
         self, state: SequenceState, seq_id: SupportsIndex, *, convert: bool = False
     ) -> None:
-        """Make a sequence hold what a state holds; on any error all is as it was.
+        """Replace a sequence with a saved state; on any error nothing changes.
 
-        The context may differ from the source's in ``n_ctx``, ``n_seq_max``, ``kv_unified``,
-        flash attention and sequence id, unless these decide whether attention asks an index
-        (MiniMax M3). There are no logits until a token is decoded.
+        The context may differ from the source's in ``n_ctx``, ``n_seq_max``, ``kv_unified``, flash
+        attention and sequence id, unless these decide whether attention uses an index (MiniMax M3).
+        There are no logits until a token is decoded.
 
         Parameters
         ----------
         state
             From `sequence_state`, `SequenceState.load`, a slice or `SequenceState.join`.
         seq_id
-            Sequence id; what it held is replaced.
+            Sequence id; its cells are replaced.
         convert
-            Convert K and V where this context stores other types, which rounds each value: to
-            f16 by at most 2^-11 of itself, to bf16 by 2^-8. Quantised types (after the rotation
-            that llama.cpp applies to them) round it by at most this part of the largest of its
-            block of 32: q8_0 1/225, q5_1 1/29, q5_0 1/15, q4_1 1/14, q4_0 1/7, iq4_nl 1/4;
-            scales are stored as f16, which adds up to 2^-18 where all of a block is tiny.
+            Convert K and V if this context stores other types, which rounds each value: to f16 by
+            at most 2^-11 of itself, to bf16 by 2^-8. Quantised types (after the rotation that
+            llama.cpp applies to them) round by at most this fraction of the largest value in the
+            block of 32: q8_0 1/225, q5_1 1/29, q5_0 1/15, q4_1 1/14, q4_0 1/7, iq4_nl 1/4; scales
+            are stored as f16, which adds up to 2^-18 if all values of a block are tiny.
 
         Raises
         ------
         SequenceIdError
             ``seq_id`` is not in ``[0, n_seq_max)``.
         StateModelMismatch
-            It belongs to another model.
+            The state is of another model.
         StateLayoutMismatch
-            It was computed under other settings, or stores other types and ``convert`` is
+            The state was computed under other settings, or stores other types and ``convert`` is
             false.
         StateError
-            With ``convert``: it holds values that are too large for the other type, or NaN.
+            With ``convert``: the state holds NaN, or values too large for the target type.
         NoKvCacheSlot
             There is no room for that many cells.
         UnsupportedOperation
@@ -244,20 +243,20 @@ class StateMethods(PartialStateMethods):
     ) -> SequenceState:
         """Restore a sequence from a file: `SequenceState.load`, then `restore_sequence`.
 
-        Everything is checked before the context is touched; on any error it is as it was.
+        Everything is checked before the context changes; on any error it is unchanged.
 
         Parameters
         ----------
         path, mapped
-            As for `SequenceState.load`: who mapped a file and looks at its ``parts`` later must
-            not have it overwritten or cut in place, which would end the process.
+            As for `SequenceState.load`. If you keep the returned state of a mapped file and read
+            its ``parts``, overwriting or truncating the file in place ends the process.
         seq_id, convert
             As for `restore_sequence`.
 
         Returns
         -------
         SequenceState
-            What was loaded, with its ``tokens`` and ``metadata``.
+            The loaded state, with its ``tokens`` and ``metadata``.
         """
         self._check_open()
         name = as_path(path, order="load_sequence(path, seq_id)")
@@ -271,14 +270,14 @@ class StateMethods(PartialStateMethods):
         tokens: Mapping[int, TokenInput] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> ContextState:
-        """Take a copy of all that the context holds, shared cells once.
+        """Copy the state of the whole context; shared cells are copied once.
 
         Parameters
         ----------
         tokens
-            The token ids by sequence id, for as many sequences as wanted.
+            Token ids by sequence id, for any subset of the sequences.
         metadata
-            Anything that JSON can hold, with str keys.
+            JSON-serializable values with str keys.
 
         Raises
         ------
@@ -291,13 +290,13 @@ class StateMethods(PartialStateMethods):
         return ContextState(parts, fingerprint, dict(firsts), tokens=tokens, metadata=metadata)
 
     def restore_context(self, state: ContextState, *, convert: bool = False) -> None:
-        """Make the context hold what a state holds and nothing else; on any error as it was.
+        """Replace the content of the context with a saved state; on any error nothing changes.
 
         Raises
         ------
         StateLayoutMismatch
-            As for `restore_sequence`; or it has other streams, or sequences that do not exist
-            here. Restore single ones then, with `ContextState.sequence`.
+            As for `restore_sequence`; or the state has other streams, or sequence ids that do not
+            exist here. Restore single sequences in this case, with `ContextState.sequence`.
         StateModelMismatch, NoKvCacheSlot, UnsupportedOperation
             As for `restore_sequence`.
         """
@@ -308,7 +307,7 @@ class StateMethods(PartialStateMethods):
         for streams, layout in zip(state.parts, self._layouts, strict=False):
             if layout.part != "recurrent" and len(streams) != layout.n_stream:
                 raise StateLayoutMismatch(
-                    f"the state has {len(streams)} streams, this context {layout.n_stream} "
+                    f"the state has {len(streams)} streams, but this context {layout.n_stream} "
                     "(kv_unified, n_seq_max): restore single sequences instead",
                     what="streams",
                     value=len(streams),
@@ -325,7 +324,7 @@ class StateMethods(PartialStateMethods):
         *,
         sync: bool = True,
     ) -> int:
-        """Save all to a file: `context_state`, then `ContextState.save`.
+        """Save the whole context to a file: `context_state`, then `ContextState.save`.
 
         Returns
         -------
@@ -339,7 +338,7 @@ class StateMethods(PartialStateMethods):
     def load_context(
         self, path: Path, *, convert: bool = False, mapped: bool = True
     ) -> ContextState:
-        """Restore all from a file: `ContextState.load`, then `restore_context`.
+        """Restore the whole context from a file: `ContextState.load`, then `restore_context`.
 
         Parameters
         ----------
@@ -351,7 +350,7 @@ class StateMethods(PartialStateMethods):
         Returns
         -------
         ContextState
-            What was loaded, with its ``tokens`` and ``metadata``.
+            The loaded state, with its ``tokens`` and ``metadata``.
         """
         self._check_open()
         name = as_path(path, order="load_context(path)")
@@ -361,11 +360,11 @@ class StateMethods(PartialStateMethods):
         return state
 
     def _check_open(self) -> None:
-        """Say that the context is closed before anything is said about a file or a state."""
+        """Raise ClosedError before any error about a file or a state."""
         if self._native.is_closed:
             raise ClosedError("the context is closed")
 
-    # What does not change while a context lives -------------------------------------------
+    # Constant while the context is open ---------------------------------------------------
 
     @cached_property
     def _layouts(self) -> tuple[PartLayout, ...]:
@@ -398,7 +397,7 @@ class StateMethods(PartialStateMethods):
         convert = as_bool(convert, "convert")
         if len(parts) != len(self._layouts):
             raise StateLayoutMismatch(
-                f"the state has {len(parts)} kinds of cache, this context {len(self._layouts)}",
+                f"the state has {len(parts)} parts, but this context has {len(self._layouts)}",
                 what="kinds of cache",
                 value=len(parts),
                 limit=len(self._layouts),

@@ -1,4 +1,4 @@
-"""What is wrong with a file begins with its name."""
+"""Prefix the errors of a file with its name."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["naming"]
 
 @contextmanager
 def naming(path: str) -> Iterator[None]:
-    """Let what is wrong with a state in the body name its file; class and facts stay."""
+    """Prefix StateErrors of the body with the file's name; class and attributes stay."""
     try:
         yield
     except StateError as error:
-        # Errors of the system have the name already.
+        # System errors include the name already.
         if not isinstance(error, OSError) and not str(error).startswith(f"{path}: "):
             error.args = (f"{path}: {error}", *error.args[1:])
         raise

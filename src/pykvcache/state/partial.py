@@ -1,4 +1,4 @@
-"""Partial states: the rewind of memories that cannot rewind."""
+"""Partial states: rollback for memories that cannot be rewound."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["PartialState", "PartialStateMethods"]
 
 
 class PartialState:
-    """The part of a sequence's memory that cannot be rewound, as it was at one position.
+    """Copy of the part of a sequence's memory that cannot be rewound, at one position.
 
-    That is the window of a sliding-window cache, the recurrent state of a hybrid, both where
-    there are both, and all of a recurrent memory. The other part is not copied: it grows, and is
-    cut. So the object belongs to one sequence of one context, for as long as that sequence
-    still holds what it held then. Made by `LlamaContext.get_partial_state`; it keeps its own
-    bytes, and keeps neither the context nor the cells alive.
+    That is the window of a sliding-window cache, the recurrent state of a hybrid (or both), and
+    all of a recurrent memory. The other part is not copied: rollback truncates it. So the object
+    belongs to one sequence of one context, and is valid while that sequence still holds its
+    earlier tokens. Created by `LlamaContext.get_partial_state`; it owns its bytes, and does not
+    keep the context or the cells alive.
     """
 
     __slots__ = ("_native",)
@@ -26,7 +26,7 @@ class PartialState:
     _native: lib.Partial
 
     def __init__(self) -> None:
-        raise TypeError("a PartialState is made by LlamaContext.get_partial_state()")
+        raise TypeError("create a PartialState with LlamaContext.get_partial_state()")
 
     @classmethod
     def _of(cls, native: lib.Partial) -> PartialState:
@@ -36,12 +36,12 @@ class PartialState:
 
     @property
     def seq_id(self) -> int:
-        """The sequence it was taken from, and goes back to."""
+        """The sequence it was taken from, the only one it can restore."""
         return self._native.seq_id
 
     @property
     def pos(self) -> int:
-        """Last position of the sequence then; -1 if it was empty."""
+        """Last position of the sequence when it was taken; -1 if it was empty."""
         return self._native.pos
 
     @property
@@ -51,21 +51,21 @@ class PartialState:
 
     @property
     def memory_kind(self) -> MemoryKind:
-        """What kind of memory it is of, as `LlamaContext.memory_kind` says."""
+        """Kind of the memory, as in `LlamaContext.memory_kind`."""
         return self._native.memory_kind
 
     @property
     def is_valid(self) -> bool:
-        """Whether `LlamaContext.set_partial_state` would take it now, room permitting.
+        """Whether `LlamaContext.set_partial_state` would accept it now, given enough room.
 
-        False for good once the sequence was removed, copied over, moved, restored or rewound at
-        or below `pos`, or the context was closed. What is decoded after `pos` does not matter.
-        The state of a recurrent memory is all of it, and stays valid with its context.
+        Permanently False once the sequence was removed, overwritten, moved, restored or rewound at
+        or below `pos`, or the context was closed. Tokens decoded after `pos` do not matter. A
+        recurrent memory is copied whole, so its state stays valid as long as the context.
         """
         return self._native.is_valid
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a PartialState belongs to a live context: get_state() keeps all of it")
+        raise TypeError("a PartialState belongs to a live context: get_state() copies all of it")
 
     def __repr__(self) -> str:
         valid = "" if self.is_valid else ", no longer valid"
@@ -76,19 +76,19 @@ class PartialState:
 
 
 class PartialStateMethods:
-    """The partial-state methods of `LlamaContext`; not made by itself."""
+    """The partial-state methods of `LlamaContext`."""
 
     _native: lib.Context
 
     def get_partial_state(self, seq_id: SupportsIndex) -> PartialState:
-        """Copy the part of a sequence that cannot be rewound, to rewind to here later.
+        """Copy the part of a sequence that cannot be rewound, as a checkpoint.
 
-        Attention rewinds by itself: the cells at the end are removed. A recurrent state and a
-        window that has slid do not. Take a partial state at each position that may be gone
-        back to (the end of a prompt, each turn of a chat) and give it to `set_partial_state`.
-        It costs one copy of a state or a window, however long the sequence is
-        (``llama_state_seq_get_data_ext`` with ``LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY``). Shifts
-        and copies that are pending are applied first.
+        Attention is rewound by removing its last cells. A recurrent state and a window that has
+        slid cannot be. Take a partial state at each position you may return to (the end of a
+        prompt, each turn of a chat) and pass it to `set_partial_state`. It costs one copy of a
+        state or a window, independent of the length of the sequence
+        (``llama_state_seq_get_data_ext`` with ``LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY``). Pending
+        shifts and copies are applied first.
 
         Raises
         ------
@@ -96,8 +96,8 @@ class PartialStateMethods:
             ``seq_id`` is not in ``[0, n_seq_max)``.
         UnsupportedOperation
             Plain attention memory, which needs none: `clear_kv_cache_seq` rewinds it. Or the
-            model keeps no memory, or one whose layout is not known here, or the sequence holds
-            the rest of an aborted decode.
+            model keeps no memory, or the layout of its memory is unknown, or the sequence holds
+            remains of an aborted decode.
 
         Examples
         --------
@@ -112,21 +112,20 @@ class PartialStateMethods:
         return PartialState._of(self._native.get_partial_state(seq_id))
 
     def set_partial_state(self, state: PartialState) -> None:
-        """Make a sequence hold again what it held when a partial state was taken.
+        """Roll a sequence back to the position of a partial state.
 
-        What came after ``state.pos`` is removed from the part that keeps all, and the other part
-        is put back: the next logits are those of the tokens that were held then. Other
-        sequences keep what they have, forks included. A state may be put back any number of
-        times. It also cures the sequence after an aborted decode. There are no logits
-        until a token is decoded.
+        Cells after ``state.pos`` are removed from the part that can be rewound, and the other part
+        is restored: the next logits are those of the earlier tokens. Other sequences, including
+        forks, keep their cells. A state can be restored any number of times. This also repairs the
+        sequence after an aborted decode. There are no logits until a token is decoded.
 
         Raises
         ------
         PartialStateError
-            The state is of another context, or the sequence has changed at or below
+            The state is from another context, or the sequence has changed at or below
             ``state.pos`` (see `PartialState.is_valid`). Nothing was changed.
         NoKvCacheSlot
-            Other sequences hold too much of the window's cache. Nothing was changed.
+            Other sequences occupy too much of the window's cache. Nothing was changed.
         UnsupportedOperation
             As for `get_partial_state`.
         """

@@ -1,6 +1,6 @@
-"""The parts of a state as arrays: out of raw states, and as the compiled layer takes them.
+"""The parts of a state as arrays: parsed from raw states, and passed to the compiled layer.
 
-The bytes of raw states are written and read there alone; docs/state-format.md shows their layout.
+Only the compiled layer reads and writes the bytes; docs/state-format.md shows their layout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["set_parts", "split"]
 def split(
     native: lib.Context, state: ByteArray, layouts: Sequence[PartLayout], *, whole: bool
 ) -> list[list[Part]]:
-    """Return the cells of each part's streams (of a sequence's own), as views of the state."""
+    """Return the cells of each part by stream, as views of the state."""
     result = []
     given = native.split_state(state, whole)
     for layout, streams in zip(layouts, given, strict=True):
@@ -40,7 +40,7 @@ def set_parts(
     parts: Sequence[Sequence[Part]],
     firsts: list[tuple[int, int]] | None,
 ) -> None:
-    """Make a sequence, or with None the context, hold the cells of parts; or change nothing."""
+    """Replace the cells of a sequence, or with None of the context; atomic."""
     given = [[_as_given(part) for part in streams] for streams in parts]
     native.set_parts(seq_id, given, firsts)
 

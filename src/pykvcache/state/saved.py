@@ -1,4 +1,4 @@
-"""What a sequence's state and a context's have in common: bytes, files, descriptions."""
+"""Common base of saved sequences and contexts: bytes, files, descriptions."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 __all__ = ["Saved", "StateInfo", "describe_state"]
 
 Path = str | os.PathLike[str]
-#: Of metadata. The JSON module stops at what is left of Python's recursion limit.
+#: Of metadata. The JSON module stops at what remains of Python's recursion limit.
 _MAX_DEPTH = 100
 
 
 @dataclass(frozen=True)
 class StateInfo:
-    """What the header of a saved state says.
+    """Header of a saved state.
 
     Attributes
     ----------
     kind
         ``"sequence"`` or ``"context"``.
     n_tokens
-        Tokens that it holds; of a context, summed over its sequences.
+        Number of tokens; for a context, summed over its sequences.
     has_tokens
         Whether token ids were saved with it.
     fingerprint
@@ -50,7 +50,7 @@ class StateInfo:
     types
         Types of K and V, as ``{"k": "f16", ...}``.
     metadata
-        What the caller saved with it.
+        The caller's metadata.
     checksum
         ``"xxh3-128"`` or ``"sha256"``.
     n_bytes
@@ -68,7 +68,7 @@ class StateInfo:
 
 
 class Saved(ABC):
-    """A state outside of any context; immutable."""
+    """A saved state, independent of any context; immutable."""
 
     kind: ClassVar[str]
 
@@ -78,12 +78,12 @@ class Saved(ABC):
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """The model and the settings it belongs to."""
+        """The model and the settings of the state."""
         return self._fingerprint
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What the caller saved with it; a copy."""
+        """The caller's metadata; a copy."""
         copy: dict[str, Any] = json.loads(json.dumps(self._metadata))
         return copy
 
@@ -94,30 +94,30 @@ class Saved(ABC):
         return self
 
     def __reduce__(self) -> tuple[Any, tuple[bytes]]:
-        """Pickled as the bytes of its file: checked again, and read-only again."""
+        """Pickle as the bytes of a file: unpickling verifies them again."""
         return type(self).from_bytes, (self.to_bytes(),)
 
     @abstractmethod
     def _tensors(self) -> list[Tensor]:
-        """Everything that is not text."""
+        """Return the tensors of the file."""
 
     @abstractmethod
     def _text(self) -> dict[str, str]:
-        """Further keys of the header."""
+        """Return further metadata for the header."""
 
     @property
     @abstractmethod
     def n_tokens(self) -> int:
-        """Tokens that it holds."""
+        """Number of tokens."""
 
     @abstractmethod
     def _layouts(self) -> tuple[PartLayout, ...]:
-        """Return what its parts are made of."""
+        """Return the layouts of the parts."""
 
     @classmethod
     @abstractmethod
     def _parsed(cls, container: Container) -> Self:
-        """Make one of what a file holds."""
+        """Build a state from a parsed file."""
 
     def _pieces(self, checksum: str | None) -> list[memoryview]:
         text = {
@@ -139,19 +139,19 @@ class Saved(ABC):
         return b"".join(self._pieces(checksum))
 
     def save(self, path: Path, *, sync: bool = True, checksum: str | None = None) -> int:
-        """Write a file; the name stands for the whole old file or the whole new one at any time.
+        """Write a file atomically: its name always refers to a complete file, old or new.
 
         Parameters
         ----------
         path
-            File name; what it names is replaced when the new file is complete, and keeps its
-            permissions. A symbolic link stays, and what it leads to is replaced.
+            File name. An existing file is replaced once the new one is complete, and keeps its
+            permissions. Of a symbolic link, the target is replaced.
         sync
-            Wait until the disk has it (``fsync``). ``False`` is faster: a crash of the process
-            still leaves the old file or the new one, a crash of the machine may not.
+            Flush the file to disk (``fsync``). ``False`` is faster: a crash of the process
+            still leaves the old or the new file, a crash of the machine may not.
         checksum
-            ``"sha256"``, or ``"xxh3-128"`` which needs ``pykvcache[state]``, both to write and
-            to read. Default: XXH3 where it is installed.
+            ``"sha256"``, or ``"xxh3-128"``, which needs ``pykvcache[state]`` for writing and
+            reading. Default: XXH3 if it is installed.
 
         Returns
         -------
@@ -161,16 +161,16 @@ class Saved(ABC):
         Raises
         ------
         StateFileError
-            The system refused: no permission, no space; or it is a directory, a pipe, a device.
-            An older file of that name is as it was.
+            The file cannot be written: no permission, no space, or the path is a directory, a pipe
+            or a device. An older file of that name is unchanged.
         ValueError
-            The metadata is larger than a header may be (100 MB).
+            The metadata exceeds the largest header (100 MB).
         """
         return write_atomically(as_path(path), self._pieces(checksum), sync=as_bool(sync, "sync"))
 
     @classmethod
     def from_bytes(cls, data: Buffer | npt.NDArray[Any]) -> Self:
-        """Read what `to_bytes` gave; a read-only buffer is kept, one that may change is copied.
+        """Parse the output of `to_bytes`; a read-only buffer is not copied.
 
         Raises
         ------
@@ -182,25 +182,25 @@ class Saved(ABC):
 
     @classmethod
     def load(cls, path: Path, *, mapped: bool = True) -> Self:
-        """Read a file; every byte is checked against its checksum first.
+        """Read a file and verify every byte.
 
         Parameters
         ----------
         path
             File name.
         mapped
-            Let the system read the file as it is looked at (``mmap``), which costs no memory of
-            its own. A mapped file may be replaced or deleted, but not be overwritten or cut in
-            place. ``False`` reads it all into memory now.
+            Map the file into memory (``mmap``) and read it on access, without a copy. A mapped
+            file may be replaced or deleted, but must not be overwritten or truncated in place.
+            ``False`` reads it all into memory now.
 
         Raises
         ------
         StateFileError
-            The system refused to read it; `StateFileNotFound` if it is not there.
+            The file cannot be read; `StateFileNotFound` if it does not exist.
         StateFormatError, StateVersionError
-            It is not a state, or one of another version.
+            The file is not a state, or its version is not supported.
         StateTruncated, StateTrailingBytes, StateDamaged
-            It is not what was written.
+            The content is not what was written.
         """
         name, mapped = as_path(path), as_bool(mapped, "mapped")
         with naming(name):
@@ -211,7 +211,7 @@ class Saved(ABC):
         kind = container.metadata.get("kind")
         if kind != cls.kind:
             raise StateFormatError(
-                f"this is the state of a {kind}, not of a {cls.kind}",
+                f"this is the state of a {kind}: expected a {cls.kind}",
                 what="kind",
                 value=kind,
                 limit=cls.kind,
@@ -229,7 +229,7 @@ class Saved(ABC):
 
 
 def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return metadata as JSON gives it back."""
+    """Return metadata after a round trip through JSON."""
     if metadata is None:
         return {}
     if not isinstance(metadata, Mapping):
@@ -246,15 +246,15 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _check_nested(value: object, depth: int) -> None:
-    """Refuse keys that JSON would turn into text, and what a full stack could not read again."""
+    """Refuse keys that JSON would convert to str, and nesting too deep to be read again."""
     if depth > _MAX_DEPTH:
         raise ArgumentError(
-            f"it is nested deeper than {_MAX_DEPTH}", what="depth", limit=_MAX_DEPTH
+            f"it is nested deeper than {_MAX_DEPTH} levels", what="depth", limit=_MAX_DEPTH
         )
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
-                raise TypeError(f"a key is {key!r}, which is not str")
+                raise TypeError(f"a key is {key!r}: keys must be str")
         value = list(value.values())
     if isinstance(value, (list, tuple)):
         for each in value:
@@ -262,7 +262,7 @@ def _check_nested(value: object, depth: int) -> None:
 
 
 def read_metadata(container: Container) -> dict[str, Any]:
-    """Return the caller's metadata of a file."""
+    """Return the caller's metadata from a file."""
     user = json_of(container, "user")
     if not isinstance(user, dict):
         raise StateDamaged("the state's header has no valid user", what="user")
@@ -270,16 +270,16 @@ def read_metadata(container: Container) -> dict[str, Any]:
 
 
 def read_fingerprint(container: Container) -> Fingerprint:
-    """Return what a file belongs to."""
+    """Return the fingerprint in a file."""
     text = container.metadata
     found = Fingerprint.from_json(text.get("fingerprint", ""))
     return replace(found, model_name=text.get("model_name", ""))
 
 
 def describe_state(path: Path) -> StateInfo:
-    """Say what a saved state is, from its header alone.
+    """Describe a saved state from its header.
 
-    The header is checked against its checksum, the rest is not read.
+    The header is verified against its checksum; the rest of the file is not read.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""One sequence at rest."""
+"""A saved sequence."""
 
 from __future__ import annotations
 
@@ -30,17 +30,16 @@ __all__ = ["SequenceState"]
 
 
 class SequenceState(Saved):
-    """What a sequence holds, outside of any context.
+    """The saved state of a sequence, independent of any context.
 
-    Made by `LlamaContext.sequence_state`, `load`, `from_bytes`, slices and `join`. Immutable;
-    its arrays are read-only views, of the file where it was loaded from one. Any thread may
-    use it.
+    Created by `LlamaContext.sequence_state`, `load`, `from_bytes`, slices and `join`. Immutable;
+    its arrays are read-only views, of the file if it was loaded from one. Thread-safe.
 
     Notes
     -----
-    ``state[:n]`` keeps the first n tokens, ``state[a:b]`` a block of them, bit for bit, where
-    the memory is plain attention; of a sliding window prefixes only, as long as the window is
-    whole there. A recurrent state is one for all its tokens and cannot be cut.
+    ``state[:n]`` returns the first n tokens and ``state[a:b]`` a block, bit for bit, if the
+    memory is plain attention. A sliding window allows only prefixes whose window is complete. A
+    recurrent state covers all its tokens and cannot be cut.
     """
 
     kind = "sequence"
@@ -65,7 +64,7 @@ class SequenceState(Saved):
         if self._tokens is not None:
             if len(self._tokens) != self.n_tokens:
                 raise ArgumentError(
-                    f"{len(self._tokens)} tokens given: the sequence holds {self.n_tokens}",
+                    f"{len(self._tokens)} tokens given, but the sequence holds {self.n_tokens}",
                     "tokens",
                     len(self._tokens),
                     self.n_tokens,
@@ -74,7 +73,7 @@ class SequenceState(Saved):
             self._tokens.flags.writeable = False
 
     def _find_range(self, first: int) -> range | None:
-        """Return the positions of a sequence that has no cell for each; None elsewhere."""
+        """Return the positions if the memory has no cell per token; None otherwise."""
         part = self._parts[0]
         if part.layout.part != "recurrent":
             return None
@@ -91,7 +90,7 @@ class SequenceState(Saved):
     def _positions(self) -> IntArray:
         if self._range is None:
             return self._parts[0].positions
-        # Made when they are asked for: a file may claim to stand for 2^31 tokens.
+        # Created on demand: a file may claim 2^31 tokens.
         positions = np.arange(self._range.start, self._range.stop, dtype=np.int32)
         positions.flags.writeable = False
         return positions
@@ -105,12 +104,12 @@ class SequenceState(Saved):
 
     @property
     def tokens(self) -> IntArray | None:
-        """Token ids, where they were given; int32, shape (n_tokens,), read-only."""
+        """Token ids, if they were given; int32, shape (n_tokens,), read-only."""
         return self._tokens
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The bytes themselves, a part for each kind of cache that the memory has."""
+        """The cells, one part per kind of cache in the memory."""
         return self._parts
 
     @property
@@ -120,14 +119,14 @@ class SequenceState(Saved):
 
     @property
     def first(self) -> int:
-        """Position of the first token, 0 where there is none."""
+        """Position of the first token, 0 if empty."""
         if self._range is None:
             return int(self._positions[0]) if len(self) else 0
         return self._range.start
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values and states."""
+        """Size of keys, values and states in bytes."""
         return sum(tensor.nbytes for part in self._parts for tensor in part.tensors)
 
     def __len__(self) -> int:
@@ -145,7 +144,7 @@ class SequenceState(Saved):
 
     def __getitem__(self, which: slice) -> SequenceState:
         if not isinstance(which, slice):
-            raise TypeError(f"a state is cut by slices, not by {type(which).__name__}")
+            raise TypeError(f"a state can only be indexed by slices, not by {type(which).__name__}")
         start, stop, step = which.indices(len(self))
         if step != 1:
             raise ArgumentError(
@@ -168,15 +167,15 @@ class SequenceState(Saved):
         names = {part.layout.part for part in self._parts}
         if "recurrent" in names:
             raise UnsupportedOperation(
-                "slice", "a recurrent state stands for all its tokens at once", "state"
+                "slice", "a recurrent state covers all its tokens and cannot be cut", "state"
             )
         if "window" in names and start:
             raise UnsupportedOperation(
-                "slice", "of a sliding-window sequence only a prefix can be kept", "state"
+                "slice", "a sliding-window sequence can only be cut to a prefix", "state"
             )
 
     def _cut_window(self, window: Part, start: int, stop: int) -> Part:
-        """Keep the window's cells of a prefix, if they are all that its next token sees."""
+        """Keep the window cells of a prefix; raise if its next token would miss any."""
         if start == stop:
             return window.take(slice(0, 0))
         last = int(self._positions[stop - 1])
@@ -195,7 +194,7 @@ class SequenceState(Saved):
         return window.take(slice(0, n))
 
     def blocks(self, size: int) -> list[SequenceState]:
-        """Cut into runs of ``size`` tokens, the last of which may be shorter.
+        """Cut into blocks of ``size`` tokens; the last one may be shorter.
 
         Raises
         ------
@@ -208,16 +207,16 @@ class SequenceState(Saved):
 
     @staticmethod
     def join(states: Sequence[SequenceState]) -> SequenceState:
-        """Put blocks together, in the order given; the inverse of `blocks`.
+        """Concatenate blocks in the given order; the inverse of `blocks`.
 
-        The metadata is that of the first.
+        The metadata is taken from the first block.
 
         Raises
         ------
         StateLayoutMismatch
-            They do not belong to one model and one layout.
+            The blocks differ in model or layout.
         StateError
-            Positions of one do not come after those of the one before.
+            The positions of a block do not follow those of the previous block.
         UnsupportedOperation
             The memory is not plain attention.
         """
@@ -231,7 +230,7 @@ class SequenceState(Saved):
         for before, after in pairwise(states):
             if len(before) and len(after) and before.positions[-1] >= after.positions[0]:
                 raise StateError(
-                    f"a block that begins at {after.positions[0]} cannot follow one that ends at "
+                    f"a block that starts at {after.positions[0]} cannot follow one that ends at "
                     f"{before.positions[-1]}",
                     what="first position",
                     value=int(after.positions[0]),
@@ -251,7 +250,7 @@ class SequenceState(Saved):
     def _need_blocks(self, operation: str) -> None:
         if len(self._parts) > 1 or self._parts[0].layout.part != "attention":
             raise UnsupportedOperation(
-                operation, "only sequences of plain attention have blocks", "state"
+                operation, "only sequences of plain attention can be cut into blocks", "state"
             )
 
     def _check_joins(self, other: SequenceState) -> None:
@@ -283,7 +282,7 @@ class SequenceState(Saved):
         ]
         first = container.metadata.get("first", "")
         if not parts or not first.isdecimal() or any(_disordered(part) for part in parts):
-            raise StateDamaged("the state's positions make no sense", what="positions")
+            raise StateDamaged("the state's positions are invalid", what="positions")
         tokens = read_ints(tensors, "tokens", (-1,)) if "tokens" in tensors else None
         fingerprint = read_fingerprint(container)
         try:

@@ -1,4 +1,4 @@
-"""A whole context at rest: every sequence, and the cells that they share."""
+"""A saved context: all sequences, and the cells they share."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ __all__ = ["ContextState"]
 
 
 class ContextState(Saved):
-    """What a whole context holds, with cells that sequences share stored once.
+    """The saved state of a whole context; cells shared by sequences are stored once.
 
-    Made by `LlamaContext.context_state`, `load` and `from_bytes`. Immutable. It goes back into
-    a context with as many streams (``kv_unified``, and ``n_seq_max`` without it); `sequence`
-    takes out one sequence, which goes anywhere.
+    Created by `LlamaContext.context_state`, `load` and `from_bytes`. Immutable. It can be
+    restored to a context with the same number of streams (``kv_unified``, and ``n_seq_max``
+    without it). `sequence` extracts one sequence, which any context can restore.
     """
 
     kind = "context"
@@ -52,7 +52,7 @@ class ContextState(Saved):
                         array.flags.writeable = False
         if tokens is not None and not isinstance(tokens, Mapping):
             raise TypeError(
-                f"tokens must map sequence ids to tokens: {type(tokens).__name__} given"
+                f"tokens must map sequence ids to tokens, not be {type(tokens).__name__}"
             )
         self._tokens = {
             as_int(s, "a key of tokens", 0, 2**31 - 1): as_token_array(t).copy()
@@ -63,7 +63,7 @@ class ContextState(Saved):
             n = self._count(seq)
             if len(given) != n:
                 raise ArgumentError(
-                    f"{len(given)} tokens given for sequence {seq}: it holds {n}",
+                    f"{len(given)} tokens given for sequence {seq}, but it holds {n}",
                     f"tokens of sequence {seq}",
                     len(given),
                     n,
@@ -72,27 +72,27 @@ class ContextState(Saved):
 
     @property
     def parts(self) -> tuple[tuple[Part, ...], ...]:
-        """The bytes themselves: per kind of cache, a part for each stream."""
+        """The cells: per kind of cache, one part per stream."""
         return self._parts
 
     @property
     def firsts(self) -> dict[int, int]:
-        """First position of each sequence that holds anything."""
+        """First position of each non-empty sequence."""
         return dict(self._firsts)
 
     @property
     def sequence_ids(self) -> list[int]:
-        """Sequences that hold anything."""
+        """Ids of the non-empty sequences."""
         return list(self._firsts)
 
     @property
     def tokens(self) -> dict[int, IntArray]:
-        """Token ids by sequence, as far as they were given; read-only arrays."""
+        """Token ids by sequence, if they were given; read-only arrays."""
         return dict(self._tokens)
 
     @property
     def n_tokens(self) -> int:
-        """Tokens over all sequences; shared ones count for each."""
+        """Tokens over all sequences; shared tokens count once per sequence."""
         return sum(self._count(seq) for seq in self._firsts)
 
     def _count(self, seq: int) -> int:
@@ -107,7 +107,7 @@ class ContextState(Saved):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values and states."""
+        """Size of keys, values and states in bytes."""
         return sum(t.nbytes for streams in self._parts for part in streams for t in part.tensors)
 
     def __repr__(self) -> str:
@@ -117,12 +117,12 @@ class ContextState(Saved):
         )
 
     def sequence(self, seq_id: int) -> SequenceState:
-        """Return one sequence; its cells are copied where they do not lie in one run.
+        """Return one sequence; its cells are copied unless they are contiguous.
 
         Raises
         ------
         SequenceIdError
-            The state holds nothing of that sequence.
+            The state has no cells of that sequence.
         """
         seq = as_int(seq_id, "seq_id", -(2**63), 2**63)
         if seq not in self._firsts:
@@ -130,7 +130,7 @@ class ContextState(Saved):
             raise SequenceIdError(
                 seq,
                 max(self._firsts, default=-1) + 1,
-                f"the state holds nothing of sequence {seq}: it has {held}",
+                f"the state has no cells of sequence {seq}: it holds {held}",
             )
         return self._one(seq, self._tokens.get(seq))
 
@@ -172,13 +172,13 @@ class ContextState(Saved):
             streams = [_int(n) for n in json_of(container, "streams")]
             layouts = layouts_of(container)
             if len(layouts) != len(streams) or not all(1 <= n <= 256 for n in streams):
-                raise ValueError("the state's streams make no sense")
+                raise ValueError("its streams are invalid")
             parts = [
                 [read_part(tensors, f"{layout.part}.{i}", layout, members=True) for i in range(n)]
                 for layout, n in zip(layouts, streams, strict=True)
             ]
             if firsts != _firsts_of(parts[0], firsts):
-                raise ValueError("its sequences are not those of its cells")
+                raise ValueError("its sequences do not match its cells")
             tokens = {
                 int(name.removeprefix("tokens.")): read_ints(tensors, name, (-1,))
                 for name in tensors
@@ -194,7 +194,7 @@ class ContextState(Saved):
         except StateDamaged:
             raise
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
-            raise StateDamaged(f"the state makes no sense: {error}", what="header") from None
+            raise StateDamaged(f"the state is invalid: {error}", what="header") from None
 
 
 def _int(value: object) -> int:
@@ -204,14 +204,14 @@ def _int(value: object) -> int:
 
 
 def _owners(part: Part) -> tuple[npt.NDArray[np.intp], IntArray]:
-    """Return pairs of a cell and a sequence that it belongs to."""
+    """Return (cell, sequence) pairs as two arrays."""
     assert part.members is not None
     offsets, ids = part.members
     return np.repeat(np.arange(len(part)), np.diff(offsets)), ids
 
 
 def _cells_of(part: Part, seq: int) -> slice | npt.NDArray[np.intp]:
-    """Return where the cells of a sequence are; a slice where they lie in one run."""
+    """Return the cell indices of a sequence, as a slice if they are contiguous."""
     cells, ids = _owners(part)
     found: npt.NDArray[np.intp] = cells[ids == seq]
     if len(found) == 0:
@@ -222,7 +222,7 @@ def _cells_of(part: Part, seq: int) -> slice | npt.NDArray[np.intp]:
 
 
 def _firsts_of(streams: Sequence[Part], claimed: Mapping[int, int]) -> dict[int, int]:
-    """Return the first position of each sequence; of recurrent ones the one that is claimed."""
+    """Return each sequence's first position; a recurrent part relies on `claimed`."""
     firsts: dict[int, int] = {}
     for part in streams:
         cells, ids = _owners(part)

@@ -103,7 +103,7 @@ def test_what_has_no_counterpart_is_refused(model: LlamaModel) -> None:
             to_caches(SequenceKV(arrays.positions, [], window=replace(arrays, layers=layers)), N)
     with pytest.raises(CacheValueError, match="window_size"):
         to_caches(SequenceKV(arrays.positions, [], window=arrays))
-    with pytest.raises(CacheValueError, match="not one of 20"):
+    with pytest.raises(CacheValueError, match="not fit window_size 20"):
         to_caches(SequenceKV(arrays.positions, [], window=arrays), 20)
     with pytest.raises(TypeError, match="FlatKVCache"):
         from_caches([FlatKVCache(1, 1, 1)])  # type: ignore[list-item]

@@ -1,4 +1,4 @@
-"""Keys, values and recurrent states of a live context as NumPy arrays, and back."""
+"""K, V and recurrent states of a live context as NumPy arrays, readable and writable."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # With all array caches, a seventh of what importing a context takes, and few ask for them.
+    # Imported on demand: the array caches take a seventh of the time to import a context.
     if name not in ("from_caches", "to_caches"):
         raise AttributeError(f"module 'pykvcache.kv' has no attribute {name!r}")
     from pykvcache.kv import bridge

@@ -1,4 +1,4 @@
-"""Between `SequenceKV` and the array caches of `pykvcache.arrays`, one cache per layer."""
+"""Conversion between `SequenceKV` and `pykvcache.arrays`, one cache per layer."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def to_caches(arrays: SequenceKV[Any], window_size: SupportsIndex | None = None)
     Parameters
     ----------
     arrays
-        What `LlamaContext.kv` gave, with keys and values as floats.
+        From `LlamaContext.kv`, with keys and values as floats.
     window_size
-        The length of the window (``ctx.memory_info.n_swa``), where there is a window part.
+        Length of the window (``ctx.memory_info.n_swa``); needed if there is a window part.
 
     Returns
     -------
     list
-        In the order of the model's layers: `KVCache` for full attention, `RotatingKVCache` for
-        a window, `ArraysCache` with r and s for a recurrent layer.
+        One cache per layer of the model, in order: `KVCache` for full attention,
+        `RotatingKVCache` for a window, `ArraysCache` with r and s for a recurrent layer.
 
     Raises
     ------
     CacheValueError
-        These caches count tokens: positions must be 0, 1, 2 and so on without a gap.
+        Positions are not 0, 1, 2, ... without a gap: array caches count tokens.
     """
     if not isinstance(arrays, SequenceKV):
         raise TypeError(f"arrays must be a SequenceKV, not {type(arrays).__name__}")
@@ -77,7 +77,7 @@ def _windows(window: SequenceKV, length: int, size: int) -> list[tuple[int, Rota
     _consecutive(window.positions, length - rows, "positions of the window")
     if rows != min(length, size):
         raise CacheValueError(
-            f"the window holds {rows} of {length} tokens: it is not one of {size}",
+            f"the window holds {rows} of {length} tokens, which does not fit window_size {size}",
             "window_size",
             size,
             (rows, length),
@@ -103,18 +103,19 @@ def from_caches(
     Parameters
     ----------
     caches
-        In the order of the model's layers, of a batch of one; all of the same tokens.
+        One per layer of the model, in order, with a batch of one; all of the same tokens.
     n_tokens
-        How many tokens the caches hold; needed where all layers are recurrent, which do not tell.
+        Number of tokens in the caches; needed if all layers are recurrent, since recurrent
+        caches do not store it.
     rope
-        Whether the keys are rotated to their positions, as caches usually hold them.
+        Whether the keys are rotated to their positions, the usual case.
 
     Raises
     ------
     TypeError
-        Caches of other kinds.
+        A cache is of an unsupported kind.
     CacheValueError
-        Caches of different lengths or batches, or a ring that keeps its first tokens.
+        The caches differ in length, hold a larger batch, or include a ring with sink tokens.
     """
     full: list[LayerKV] = []
     window: list[LayerKV] = []
@@ -145,10 +146,10 @@ def from_caches(
         )
     if not lengths:
         raise CacheValueError(
-            "recurrent caches do not tell how many tokens they hold: n_tokens", "n_tokens"
+            "recurrent caches do not store their number of tokens: pass n_tokens", "n_tokens"
         )
     length = lengths.pop()
-    # Recurrent layers alone have no cells that could tell positions.
+    # Only recurrent layers: no cells, so no positions.
     positions = np.arange(length if full or window else 0, dtype=np.int32)
     held = SequenceKV(positions[length - rows :], window, rope=rope) if window else None
     recurrent = RecurrentState(length - 1, states) if states else None
@@ -156,7 +157,7 @@ def from_caches(
 
 
 def _ring_order(ring: RotatingKVCache) -> npt.NDArray[np.int64]:
-    """Return the rows of a ring from old to new, `max_size` at most."""
+    """Return the row indices of a ring from oldest to newest, at most `max_size`."""
     keep, size, offset, index = (int(text) for text in ring.meta_state)
     if keep and offset > size:
         raise CacheValueError(
@@ -169,7 +170,7 @@ def _ring_order(ring: RotatingKVCache) -> npt.NDArray[np.int64]:
 def _layer(cache: KVCache | RotatingKVCache, order: npt.NDArray[np.int64], index: int) -> LayerKV:
     if not cache.state:
         raise CacheValueError(
-            f"caches[{index}] is empty: its number of heads is not known", f"caches[{index}]", 0, 1
+            f"caches[{index}] is empty: its number of heads is unknown", f"caches[{index}]", 0, 1
         )
     keys, values = cache.state
     if keys.shape[0] != 1:
@@ -187,7 +188,7 @@ def _layer(cache: KVCache | RotatingKVCache, order: npt.NDArray[np.int64], index
 
 
 def _to_heads(rows: Any, n: int) -> npt.NDArray[Any]:
-    """(n tokens, heads, dim) as (1, heads, tokens, dim), copied."""
+    """Copy (tokens, heads, dim) to (1, heads, tokens, dim)."""
     try:
         array = np.array(rows)
     except ValueError:
@@ -203,7 +204,7 @@ def _to_heads(rows: Any, n: int) -> npt.NDArray[Any]:
         )
     if array.ndim != 3 or len(array) != n:
         raise CacheValueError(
-            f"keys or values have shape {array.shape}: ({n}, heads, dim) is needed",
+            f"keys or values have shape {array.shape}: expected ({n}, heads, dim)",
             "keys and values",
             array.shape,
             n,
@@ -230,7 +231,7 @@ def _consecutive(positions: npt.NDArray[np.int32], first: int, what: str) -> Non
     if wrong.size:
         found, limit = int(positions[wrong[0]]), int(expected[wrong[0]])
         raise CacheValueError(
-            f"{what} must be {first}, {first + 1}, ... without a gap, and have {found} for {limit}",
+            f"{what} must be {first}, {first + 1}, ... without a gap, but have {found} for {limit}",
             what,
             found,
             limit,

@@ -61,36 +61,36 @@ class KvMethods:
         dtype: npt.DTypeLike | None = None,
         rope: bool = True,
     ) -> SequenceKV | SequenceKV[CacheView]:
-        """Return the keys and values that a sequence holds.
+        """Return the keys and values of a sequence.
 
-        Pending shifts and copies are applied first. The tokens are in the order of their
-        positions. A sliding-window memory gives its two parts, the window with the tokens that
-        it still holds; recurrent layers give their states.
+        Pending shifts and copies are applied first. Tokens are in the order of their positions. A
+        sliding-window memory returns two parts, the window with the tokens it still holds;
+        recurrent layers return their states.
 
         Parameters
         ----------
         seq_id
             Sequence id.
         copy
-            ``False`` gives `CacheView` objects in the place of arrays: nothing is copied, and
-            they are valid until the next call that may change the cache.
+            ``False`` returns `CacheView` objects instead of arrays: nothing is copied, and they are
+            valid until the next call that may change the cache.
         dtype
-            ``None``: f32 and f16 as they are stored, other types as float32, out of the
-            Hadamard basis in which llama.cpp quantises. ``np.float32``: everything as float32.
-            ``"stored"``: the bits of the cache, where NumPy has no such type bf16 as uint16,
-            and blocks as uint8 of shape (n_tokens, n_head_kv, bytes per head).
+            ``None``: f32 and f16 as stored, other types as float32, with llama.cpp's Hadamard
+            rotation of quantised types undone. ``np.float32``: everything as float32. ``"stored"``:
+            the bits of the cache; types that NumPy lacks as uint16 (bf16) or, for blocks, as uint8
+            of shape (n_tokens, n_head_kv, bytes per head).
         rope
-            Keys as the cache has them, rotated to their positions. ``False``: as they were
-            before RoPE, in float32.
+            ``True``: keys as in the cache, rotated to their positions. ``False``: keys before RoPE,
+            in float32.
 
         Raises
         ------
         SequenceIdError
             ``seq_id`` is not in ``[0, n_seq_max)``.
         UnsupportedOperation
-            The model keeps no memory, or one that is not known here; the sequence holds the
-            rest of an aborted decode. With ``rope=False``: M-RoPE. With ``copy=False``: the
-            cache is on a device, the cells are not evenly spaced, or NumPy lacks the type.
+            The model keeps no memory, or its kind is unknown; or the sequence holds remains of an
+            aborted decode. With ``rope=False``: M-RoPE. With ``copy=False``: the cache is on a
+            device, the cells are not evenly spaced, or NumPy lacks the type.
         """
         if seq_id is None:
             raise TypeError(
@@ -100,7 +100,7 @@ class KvMethods:
         copy, rope, wanted = as_bool(copy, "copy"), as_bool(rope, "rope"), _wanted(dtype)
         if not copy and (not rope or wanted not in (None, "stored")):
             raise ArgumentError(
-                "with copy=False nothing is computed: leave out dtype and rope", "copy", copy
+                "with copy=False nothing can be converted: leave out dtype and rope", "copy", copy
             )
         found = {
             part: (positions, extended, layers)
@@ -141,7 +141,7 @@ class KvMethods:
         index, k_type, k, v_type, v = layer
         if not copy:
             return LayerKV(_view(k, k_type, wanted), _view(v, v_type, wanted), index)
-        if v is None:  # MLA: values are made of the keys
+        if v is None:  # MLA: values are computed from the keys
             v_type, v = k_type, k[..., :0]
         if rope:
             keys = _values(k, k_type, edges[0], wanted)
@@ -152,29 +152,29 @@ class KvMethods:
         return LayerKV(keys, _values(v, v_type, edges[1], wanted), index)
 
     def write_kv(self, arrays: SequenceKV | SequenceKV[CacheView], seq_id: SupportsIndex) -> None:
-        """Make a sequence hold these keys and values, and nothing else.
+        """Replace a sequence with these keys and values.
 
-        All or nothing. Floats are converted to the type of the cache, and bits that ``kv``
-        gave with ``dtype="stored"`` are taken as they are. Several tokens may share a position,
-        as they do after a division. Of sliding-window, hybrid and recurrent memories every part
-        must be there. The sequence has no logits until a token is decoded.
+        Atomic. Floats are converted to the type of the cache; bits from ``kv(dtype="stored")`` are
+        stored as they are. Several tokens may share a position, as after a division. For
+        sliding-window, hybrid and recurrent memories every part is required. The sequence has no
+        logits until a token is decoded.
 
         Parameters
         ----------
         arrays
-            From `kv`, `SequenceKV.select`, `from_caches`, or made by hand.
+            From `kv`, `SequenceKV.select` or `from_caches`, or built by hand.
         seq_id
-            Sequence id; what it held is replaced.
+            Sequence id; its cells are replaced.
 
         Raises
         ------
         StateError
-            Shapes, types, positions or parts do not fit this context, or values are such
-            that attention's products overflow; nothing is changed.
+            Shapes, types, positions or parts do not fit this context, or values would overflow in
+            attention; nothing is changed.
         PositionError
             A position is past `LlamaContext.max_position`; nothing is changed.
         NoKvCacheSlot
-            There is no room for that many cells; nothing is changed.
+            The cache has no room for that many cells; nothing is changed.
         UnsupportedOperation
             As for `kv`; or the cells depend on an encoder's input.
         """
@@ -201,7 +201,7 @@ def _wanted(dtype: Any) -> str | np.dtype[Any] | None:
         return "stored"
     try:
         wanted: np.dtype[Any] | None = np.dtype(dtype)
-    except (ValueError, SyntaxError):  # of texts and lists that describe no dtype
+    except (ValueError, SyntaxError):  # strings and lists that describe no dtype
         wanted = None
     except TypeError:
         raise TypeError(f"dtype must be None, float32 or 'stored', not {shown(dtype)}") from None
@@ -223,11 +223,11 @@ def _values(rows: Any, kind: int, edge: int, wanted: str | np.dtype[Any] | None)
 
 def _view(region: lib.Region | None, kind: int | None, wanted: Any) -> CacheView:
     if region is None or kind is None:
-        raise UnsupportedOperation("kv", "MLA keeps no values: read a copy, with copy=True")
+        raise UnsupportedOperation("kv", "MLA stores no values: pass copy=True")
     if kind not in NATURAL and wanted != "stored":
         raise UnsupportedOperation(
             "kv",
-            "NumPy lacks the type of this cache: read a copy, or its bits with dtype='stored'",
+            "NumPy lacks the type of this cache: pass copy=True, or dtype='stored' for its bits",
             "context",
         )
     return CacheView(region)

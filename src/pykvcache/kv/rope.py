@@ -1,4 +1,4 @@
-"""RoPE as ggml computes it, on arrays: to rotate keys that are not, and to undo it."""
+"""RoPE on arrays as ggml computes it: rotate keys, or undo the rotation."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def rotate(
     undo: bool,
     operation: str,
 ) -> Floats:
-    """Rotate keys (tokens, heads, head_dim) to their positions, or back to none.
+    """Rotate keys (tokens, heads, head_dim) to their positions, or undo the rotation.
 
-    `facts` are those of ``lib.Context.rope``; without them a layer is not rotated at all.
+    `facts` come from ``lib.Context.rope``; None means a layer without RoPE.
     """
     if facts is None:
         return keys
     if not facts["known"]:
         raise UnsupportedOperation(
-            operation, "how this model rotates its keys is not known here: read keys with rope=True"
+            operation, "the rotation of this model's keys is unknown: read keys with rope=True"
         )
     if facts["type"] not in (RopeType.NORM, RopeType.NEOX):
         raise UnsupportedOperation(
-            operation, "M-RoPE rotates by several positions: read keys with rope=True"
+            operation, "M-RoPE rotates by several positions per token: read keys with rope=True"
         )
-    with np.errstate(all="ignore"):  # options that make NaN do so in llama.cpp, too
+    with np.errstate(all="ignore"):  # options that produce NaN also do so in llama.cpp
         return _rotated(keys, positions, facts, undo)
 
 
@@ -48,7 +48,7 @@ def _rotated(
     kind, n_rot, offset = facts["type"], facts["n_rot"], facts["offset"]
     cos, sin = _turns(positions, facts)
     if undo:
-        # A rotation times a length: the inverse turns back and divides.
+        # A rotation times a scale: the inverse rotates back and divides.
         square = np.float32(_length(facts) ** 2)
         cos, sin = cos / square, -sin / square
     cos, sin = cos[:, None], sin[:, None]
@@ -64,9 +64,9 @@ def _rotated(
 
 
 def _turns(positions: npt.NDArray[np.int32], facts: dict[str, Any]) -> tuple[Floats, Floats]:
-    """Cosine and sine of each pair's angle, of shape (tokens, n_rot / 2), times the length.
+    """Return cosine and sine of each pair's angle, scaled; shape (tokens, n_rot / 2).
 
-    In float32 and in ggml's order: far out, other roundings are other angles.
+    In float32 and ggml's order of operations: at high positions rounding changes angles.
     """
     pairs = facts["n_rot"] // 2
     step = np.float32(facts["freq_base"]) ** np.float32(-2.0 / facts["n_rot"])
@@ -86,7 +86,7 @@ def _turns(positions: npt.NDArray[np.int32], facts: dict[str, Any]) -> tuple[Flo
 
 
 def _length(facts: dict[str, Any]) -> float:
-    """Return what YaRN multiplies the length of keys by."""
+    """Return YaRN's scale for the length of keys."""
     length = np.float64(facts["attn_factor"])
     if facts["ext_factor"] != 0:
         length *= 1 + 0.1 * np.log(1 / np.float64(facts["freq_scale"]))
@@ -94,10 +94,10 @@ def _length(facts: dict[str, Any]) -> float:
 
 
 def _ramp(pairs: int, facts: dict[str, Any]) -> Floats:
-    """How much each pair extrapolates under YaRN: 1 for fast ones, 0 for slow ones."""
+    """Return YaRN's share of extrapolation per pair: 1 for fast ones, 0 for slow ones."""
 
     def dim(turns: float) -> float:
-        """Return the dimension whose pair turns so often over the original context."""
+        """Return the dimension whose pair makes `turns` turns over the original context."""
         per_turn = np.float64(facts["n_ctx_orig"]) / (turns * 2 * math.pi)
         place = facts["n_rot"] * np.log(per_turn) / (2 * np.log(np.float64(facts["freq_base"])))
         return float(place)

@@ -1,4 +1,4 @@
-"""What `LlamaContext.kv` gives and `write_kv` takes."""
+"""Arrays that `LlamaContext.kv` returns and `write_kv` takes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Array", "LayerKV", "LayerState", "RecurrentState", "SequenceKV"]
 
 Array = npt.NDArray[Any] | CacheView
 
-# What keys and values are, so that a type checker knows which ones `kv` gave.
+# The type of keys and values, so that a type checker can tell arrays from views.
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from typing_extensions import TypeVar
@@ -39,7 +39,7 @@ class LayerKV(Generic[A]):
     keys
         Shape (n_tokens, n_head_kv, head_dim).
     values
-        Shape (n_tokens, n_head_kv, value head_dim); no value where keys hold both (MLA).
+        Shape (n_tokens, n_head_kv, value head_dim); empty if keys hold both (MLA).
     layer
         Which layer of the model this is; -1 if it does not matter.
     """
@@ -63,7 +63,7 @@ class LayerState:
     s
         The state proper; empty in layers that are a convolution only.
     layer
-        Which layer of the model this is; -1 if it does not matter.
+        Layer index in the model; -1 if unspecified.
     """
 
     r: Array
@@ -76,16 +76,16 @@ class LayerState:
 
 @dataclass(frozen=True, repr=False)
 class RecurrentState:
-    """What recurrent layers keep of a sequence.
+    """Recurrent states of a sequence.
 
     Attributes
     ----------
     position
-        The last token that the states contain; -1 for none.
+        Position of the last token in the states; -1 for none.
     layers
         One entry per recurrent layer.
     first
-        The first token that they contain.
+        Position of the first token in the states.
     """
 
     position: int
@@ -98,20 +98,20 @@ class RecurrentState:
 
 @dataclass(frozen=True, repr=False)
 class SequenceKV(Generic[A]):
-    """What a sequence holds: positions, and keys and values per layer.
+    """Content of a sequence: positions, and keys and values per layer.
 
     Attributes
     ----------
     positions
         Position of each token; int32, shape (n_tokens,), in the order of the arrays.
     layers
-        One entry per layer that attends to everything.
+        One entry per full-attention layer.
     extended
-        Of models that need it (M-RoPE): x, y and token id of each token; int32, (n_tokens, 3).
+        For models with M-RoPE: x, y and token id of each token; int32, (n_tokens, 3).
     window
-        Of sliding-window memories: the layers that see a window, with the tokens in it.
+        For sliding-window memories: the window layers, with the tokens they still hold.
     recurrent
-        Of recurrent and hybrid memories: the states.
+        For recurrent and hybrid memories: the states.
     rope
         Whether the keys are rotated to their positions.
     """
@@ -172,7 +172,7 @@ class SequenceKV(Generic[A]):
         return draw_norms(places, layers, f"{len(self)} tokens")
 
     def select(self, tokens: npt.ArrayLike) -> SequenceKV[A]:
-        """Return what is left of some tokens; they keep their positions.
+        """Select tokens; they keep their positions.
 
         Parameters
         ----------
@@ -182,12 +182,12 @@ class SequenceKV(Generic[A]):
         Raises
         ------
         UnsupportedOperation
-            A recurrent state remembers every token; or tokens of a window cannot be distinguished,
-            because they share a position.
+            A recurrent state covers all tokens; or tokens of a window share a position, so they
+            cannot be distinguished.
         """
         if self.recurrent is not None:
             raise UnsupportedOperation(
-                "select", "a recurrent state cannot forget single tokens", "sequence"
+                "select", "a recurrent state cannot drop single tokens", "sequence"
             )
         if not all(isinstance(layer, LayerKV) for layer in self.layers):
             raise TypeError("layers must be a sequence of LayerKV")
@@ -197,7 +197,9 @@ class SequenceKV(Generic[A]):
             kept = np.isin(window.positions, self.positions[index])
             if np.isin(self.positions[index], np.delete(self.positions, index)).any():
                 raise UnsupportedOperation(
-                    "select", "of tokens at one position keep all or none", "sequence"
+                    "select",
+                    "tokens that share a position must be kept or dropped together",
+                    "sequence",
                 )
             window = window.select(kept)
         return replace(
@@ -259,7 +261,7 @@ class SequenceKV(Generic[A]):
         return SequenceKV(np.concatenate(positions), _joined(found), window=window, rope=False)
 
 
-# A repr must work whatever was put there.
+# A repr must not fail, whatever the fields hold.
 
 
 def _shown(array: object) -> str:
@@ -353,14 +355,17 @@ def _indices(tokens: npt.ArrayLike, n: int) -> npt.NDArray[np.intp]:
     wanted = np.asarray(tokens)
     if wanted.ndim != 1:
         raise ArgumentError(
-            f"tokens must be a vector: {wanted.ndim} dimensions given", "tokens", wanted.ndim, 1
+            f"tokens must be one-dimensional, not {wanted.ndim}-dimensional",
+            "tokens",
+            wanted.ndim,
+            1,
         )
     if wanted.size and wanted.dtype.kind not in "biu":
         raise TypeError(f"tokens must be indices or a mask, not {wanted.dtype}")
     if wanted.dtype.kind == "b":
         if len(wanted) != n:
             raise OutOfRangeError(
-                f"the mask has {len(wanted)} entries: the sequence holds {n} tokens",
+                f"the mask has {len(wanted)} entries, but the sequence holds {n} tokens",
                 "tokens",
                 len(wanted),
                 n,

@@ -1,7 +1,7 @@
-"""Arrays that are not copied: a live cache's memory, readable until the cache changes.
+"""Uncopied arrays: a live cache's memory, readable until the cache changes.
 
-NumPy cannot take an array back, so no array over the cache's memory is ever given out. A
-`CacheView` computes with it instead, while the context is held: ufuncs and the functions of
+NumPy cannot revoke an array, so no array over the cache's memory is ever returned. A
+`CacheView` computes with it instead while it holds the context: ufuncs and the functions of
 `PURE` run on the memory itself, everything else on a copy.
 """
 
@@ -18,7 +18,7 @@ from pykvcache.errors import ArgumentError
 
 __all__ = ["CacheView"]
 
-#: Functions that call nothing of the user's, so that the memory cannot get out through them.
+#: Functions that never call user code, which could keep a reference to the memory.
 _PURE = """
     all allclose amax amin any argmax argmin argsort array_equal concatenate count_nonzero cumsum
     dot einsum inner max mean median min prod ptp quantile sort stack std sum take tensordot
@@ -28,13 +28,13 @@ PURE = frozenset([np.linalg.norm, *(getattr(np, name) for name in _PURE.split())
 
 
 class CacheView(np.lib.mixins.NDArrayOperatorsMixin):
-    """A read-only array over a live cache; not made by itself, see `LlamaContext.kv`.
+    """A read-only array over a live cache, see `LlamaContext.kv`.
 
-    Arithmetic, comparisons, ufuncs and the usual reductions read the cache's memory where it
-    lies and give new arrays. Slices are views too. Anything else, ``np.asarray`` included,
-    works on a copy. While it is read the context is held: other threads wait.
+    Arithmetic, comparisons, ufuncs and the usual reductions read the cache's memory in place and
+    return new arrays. Slices are views too. Anything else, including ``np.asarray``, works on a
+    copy. Reading holds the context: other threads wait.
 
-    Valid until the next call that may change the cache. Reading raises `StaleViewError` then,
+    Valid until the next call that may change the cache; reading then raises `StaleViewError`,
     and `ClosedError` once the context is closed. A view keeps its context from being collected.
     """
 
@@ -66,12 +66,12 @@ class CacheView(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that a copy has."""
+        """Size of a copy in bytes."""
         return self.size * self.dtype.itemsize
 
     @property
     def is_valid(self) -> bool:
-        """Whether the cache is still as it was when the view was made."""
+        """Whether the cache is unchanged since the view was created."""
         return self._region.is_valid
 
     def copy(self) -> npt.NDArray[Any]:
@@ -104,7 +104,7 @@ class CacheView(np.lib.mixins.NDArrayOperatorsMixin):
     ) -> npt.NDArray[Any]:
         if copy is False:
             raise ArgumentError(
-                "an array over a live cache would outlive it: only copies are given", "copy", copy
+                "an array over a live cache would outlive it: only copies can be made", "copy", copy
             )
         return self.copy().astype(dtype or self.dtype, copy=False)
 
@@ -127,11 +127,11 @@ class CacheView(np.lib.mixins.NDArrayOperatorsMixin):
         apply = _apply if is_pure and _is_plain((args, kwargs)) else _apply_to_copies
         return apply(func, args, kwargs)
 
-    if not TYPE_CHECKING:  # type checkers shall go on saying that an attribute is missing
+    if not TYPE_CHECKING:  # type checkers must still report missing attributes
 
         def __getattr__(self, name: str) -> NoReturn:
             raise AttributeError(
-                f"CacheView has no {name!r}: use NumPy's functions, as np.mean(view), or copy()",
+                f"CacheView has no {name!r}: use NumPy's functions, like np.mean(view), or copy()",
                 name=name,
                 obj=self,
             )
@@ -145,7 +145,7 @@ class CacheView(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 def _views(value: Any) -> Iterator[CacheView]:
-    """Every view among nested arguments."""
+    """Yield every view in nested arguments."""
     if isinstance(value, CacheView):
         yield value
     elif isinstance(value, list | tuple):
@@ -156,7 +156,7 @@ def _views(value: Any) -> Iterator[CacheView]:
 
 
 def _replaced(value: Any, arrays: dict[int, npt.NDArray[Any]]) -> Any:
-    """Nested arguments with arrays in the place of views."""
+    """Replace views in nested arguments with arrays."""
     if isinstance(value, CacheView):
         return arrays[id(value)]
     if isinstance(value, list):
@@ -169,7 +169,7 @@ def _replaced(value: Any, arrays: dict[int, npt.NDArray[Any]]) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether no array among nested arguments has code of a user's own: it would get the memory."""
+    """Whether nested arguments have no ndarray subclass, whose code would get the memory."""
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     if isinstance(value, dict):
@@ -178,24 +178,24 @@ def _is_plain(value: Any) -> bool:
 
 
 def _found(args: Any, kwargs: Any) -> list[CacheView]:
-    """Return the views among arguments, each once."""
+    """Return the distinct views in arguments."""
     views = list({id(view): view for view in _views((args, kwargs))}.values())
     if not views:
-        raise TypeError("pass views of a cache by themselves, or in a list or a tuple")
+        raise TypeError("pass views of a cache directly, or in a list or a tuple")
     return views
 
 
 def _apply_to_copies(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a function with copies in the place of views."""
+    """Call a function with copies of the views."""
     copies = {id(view): view.copy() for view in _found(args, kwargs)}
     args, kwargs = _replaced((args, kwargs), copies)
     return func(*args, **kwargs)
 
 
 def _apply(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a function on the memory of views; what it returns shares none of it."""
+    """Call a function on the memory of views; the result shares none of it."""
     views = _found(args, kwargs)
-    # Two contexts would be two locks: the views of the second are copied first.
+    # Views of a second context would need a second lock: they are copied first.
     first = [view for view in views if view._region.owner is views[0]._region.owner]
     rest = {id(view): view.copy() for view in views if view not in _Identity(first)}
 
@@ -226,7 +226,7 @@ def _own(result: Any, arrays: tuple[npt.NDArray[Any], ...]) -> Any:
 
 
 def _run(views: list[CacheView], func: Callable[..., Any]) -> Any:
-    """Call a function on the memory of views of one context, which is held meanwhile."""
+    """Call a function on the memory of views of one context, which is held during the call."""
 
     def on_parts(*arrays: npt.NDArray[Any]) -> Any:
         parts = []

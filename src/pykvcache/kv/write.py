@@ -1,4 +1,4 @@
-"""Arrays as the parts of a llama.cpp state; all is checked before anything is touched."""
+"""Convert arrays to the parts of a llama.cpp state; everything is checked first."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def as_parts(native: lib.Context, arrays: SequenceKV[Any]) -> list[Part]:
-    """Return the parts of the state of a sequence that holds these arrays."""
+    """Return the state parts of a sequence with these arrays."""
     layout = native.state_layout("write_kv")
     edges = {part["part"]: native.hadamard(part["part"]) for part in layout}
     layouts = {part.part: part for part in layouts_from_native(layout, edges)}
     if "index" in layouts:
         raise UnsupportedOperation(
-            "write_kv", "keys and values are not all that this memory keeps: use get_state()"
+            "write_kv", "this memory holds more than keys and values: use get_state()"
         )
     for name, given in (("window", arrays.window), ("recurrent", arrays.recurrent)):
         if (given is None) == (name in layouts):
@@ -49,12 +49,12 @@ def as_parts(native: lib.Context, arrays: SequenceKV[Any]) -> list[Part]:
 def _check_parts(
     native: lib.Context, arrays: SequenceKV[Any], layouts: dict[str, PartLayout]
 ) -> None:
-    """Refuse parts that hold different tokens: each must have what the next token sees."""
+    """Refuse parts of different tokens: each must have the cells that the next token sees."""
     last = int(arrays.positions.max(initial=-1))
     recurrent, window = arrays.recurrent, arrays.window
     if recurrent is not None and "attention" in layouts and recurrent.position != last:
         raise StateError(
-            f"the states end at {recurrent.position}, the attention part at {last}",
+            f"the states end at {recurrent.position}, but the attention part at {last}",
             what="recurrent position",
             value=recurrent.position,
             limit=last,
@@ -71,7 +71,7 @@ def _check_parts(
     missing = [position for position in seen.tolist() if position not in have]
     if missing:
         raise StateError(
-            f"the window part lacks position {missing[0]}, which is in the window",
+            f"the window part lacks position {missing[0]}, which the next token sees",
             what="window position",
             value=missing[0],
         )
@@ -88,7 +88,7 @@ def _attention(native: lib.Context, arrays: SequenceKV | None, layout: PartLayou
     n, n_layers = len(positions), sum(rows.what == "k" for rows in layout.rows)
     if len(arrays.layers) != n_layers:
         raise StateError(
-            f"{len(arrays.layers)} layers given, the cache has {n_layers}",
+            f"{len(arrays.layers)} layers given, but the cache has {n_layers}",
             what="layers",
             value=len(arrays.layers),
             limit=n_layers,
@@ -108,7 +108,7 @@ def _attention(native: lib.Context, arrays: SequenceKV | None, layout: PartLayou
             given = _floats(given, shape, what).astype(np.float32)
             facts = native.rope(rows.layer)
             given = rotate(given, positions, facts, undo=False, operation="write_kv")
-        # Values that are not transposed are those of flash attention.
+        # Untransposed values imply flash attention.
         flash = not layout.v_trans
         stored = _rows(given, shape, rows.type, rows.rotation, rows.n_embd, what, flash)
         if part.is_transposed(i):
@@ -162,11 +162,11 @@ def _recurrent(state: RecurrentState | None, layout: PartLayout) -> Part:
     if not -1 <= state.position < 2**31 - 1:
         raise StateError("the position of a state must be in [-1, 2147483647)")
     if any(rows.what == "ple" for rows in layout.rows):
-        raise UnsupportedOperation("write_kv", "the history of per-layer embeddings is not known")
+        raise UnsupportedOperation("write_kv", "the history of per-layer embeddings is unknown")
     indices = sorted({rows.layer for rows in layout.rows})
     if len(state.layers) != len(indices):
         raise StateError(
-            f"{len(state.layers)} recurrent layers given, there are {len(indices)}",
+            f"{len(state.layers)} recurrent layers given, but the model has {len(indices)}",
             what="recurrent layers",
             value=len(state.layers),
             limit=len(indices),
@@ -194,14 +194,14 @@ def _rows(
     what: str,
     flash: bool,
 ) -> Bytes:
-    """Floats, or stored bits, as rows of the cache's type that attention can multiply."""
+    """Convert floats or stored bits to rows of the cache's type, safe for attention."""
     array = np.asarray(given)
     if array.dtype == stored_dtype(kind) and kind not in NATURAL:
         bits = (*shape[:2], as_rows(np.zeros((1, 1, shape[2]), np.float32), kind, 0).shape[-1])
         rows = np.ascontiguousarray(array).view(np.uint8)
         if rows.shape != bits:
             raise StateError(
-                f"{what} has {rows.shape} bytes: {bits} are expected",
+                f"{what} has {rows.shape} bytes: expected {bits}",
                 what=what,
                 value=rows.shape,
                 limit=bits,
@@ -229,7 +229,7 @@ def _floats(given: Array, shape: tuple[int, ...], what: str) -> npt.NDArray[Any]
     array = np.asarray(given)
     if array.shape != shape:
         raise StateError(
-            f"{what} has shape {array.shape}: {shape} is expected",
+            f"{what} has shape {array.shape}: expected {shape}",
             what=what,
             value=array.shape,
             limit=shape,
@@ -249,7 +249,7 @@ def _floats(given: Array, shape: tuple[int, ...], what: str) -> npt.NDArray[Any]
 def _same_layer(given: int, layer: int, what: str) -> None:
     if given not in (-1, layer):
         raise StateError(
-            f"{what} is of layer {given} of a model: layer {layer} is expected",
+            f"{what} is of layer {given}: expected layer {layer}",
             what=what,
             value=given,
             limit=layer,

@@ -90,14 +90,14 @@ def test_errors_of_one_meaning_have_a_common_base(base: str, names: set[str]) ->
 
 def test_what_is_wrong_with_a_state_is_always_an_attribute() -> None:
     wanted = ("StateDamaged", "StateTruncated", "StateTrailingBytes", "StateVersionError")
-    for path in Path(errors.__file__).parents[1].rglob("*.py"):
+    for path in Path(errors.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "id", None) in wanted:
                 named = {keyword.arg for keyword in node.keywords}
                 assert named & {"what", None}, f"{path.name}:{node.lineno}"
 
 
-PACKAGE = Path(errors.__file__).parents[1]
+PACKAGE = Path(errors.__file__).parent
 # Programs print what they raise themselves; nobody catches it.
 PROGRAMS = ("cli/", "demo/")
 # Names in texts that say where or why, and are no facts about what was given.

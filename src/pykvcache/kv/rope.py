@@ -32,7 +32,7 @@ def rotate(
         return keys
     if not facts["known"]:
         raise UnsupportedOperation(
-            operation, "the rotation of this model's keys is unknown: read keys with rope=True"
+            operation, "the rotation of this model's keys is not known: read keys with rope=True"
         )
     if facts["type"] not in (RopeType.NORM, RopeType.NEOX):
         raise UnsupportedOperation(

@@ -80,7 +80,7 @@ def test_a_request_that_waits_for_a_tier_stands_in_nobodys_way(make_context: Mak
     generator.run()
     assert len(other.tokens) > 10
     assert len(slow.tokens) == 3
-    assert slow._sequence.reuse.remote == 79  # type: ignore[attr-defined]
+    assert slow.sequence.reuse.remote == 79
     cache.close()
 
 

@@ -62,7 +62,7 @@ class Bench:
         assert cache.flush(60)
         self.right = {entry.key: self.read(entry.key) for entry in store.entries()}
         envelope = cache._link.tiers.tiers[0].sealed.envelope
-        names = block_names(cache._link._root(""), token_bytes(PROMPT), 4 * SIZE)
+        names = block_names(cache._link.root(""), token_bytes(PROMPT), 4 * SIZE)
         self.blocks = [envelope.name(name) for name in names]
         assert {*self.blocks} < self.right.keys()
 

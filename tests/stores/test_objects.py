@@ -94,8 +94,10 @@ def make_bucket(endpoint: str, name: str) -> None:
 
 
 class TestS3(Objects):
-    keeps_paths = False  # the same class does, over a folder and over memory; here it takes 15 s
     """Against a mock: how it behaves is moto's idea of S3."""
+
+    # Tested over a folder and over memory: here it would take 15 s.
+    keeps_paths = False
 
     @pytest.fixture(autouse=True)
     def _bucket(self, moto: str, request: pytest.FixtureRequest) -> None:

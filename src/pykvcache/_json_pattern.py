@@ -22,6 +22,8 @@ _CLASSES: dict[str, Ranges] = {
 }
 _SPECIAL = "^$.[](){}|*+?"
 _CONTROL = {"t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D, "0": 0x00}
+#: llama.cpp drops deeper patterns with a warning.
+DEPTH_MAX = 100
 _REPEAT = re.compile(r"[*+?]|\{\d+(?:,\d*)?\}")
 _HEX = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}")
 
@@ -96,6 +98,8 @@ class _Reader:
                 raise UnsupportedPattern("a group begins with '(?'")
             self.at += 2
         self.depth += 1
+        if self.depth > DEPTH_MAX:
+            raise UnsupportedPattern(f"groups are nested deeper than {DEPTH_MAX}")
         return "("
 
     def _repeat(self) -> str:

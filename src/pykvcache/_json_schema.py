@@ -71,12 +71,16 @@ def as_schema(given: object, what: str) -> Schema:
     """Return a schema as plain values: a mapping, or its JSON text."""
     try:
         text = given if isinstance(given, str) else json.dumps(given, default=_mapping)
-        schema = json.loads(text)
+        schema = json.loads(text, parse_constant=_no_constant)
     except (TypeError, ValueError, RecursionError) as error:
         raise GrammarError(f"{what} is no JSON schema: {error}", what=what) from None
     if not isinstance(schema, dict):
         raise GrammarError(f"{what} is no JSON schema: it must be an object", what=what)
     return schema
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def _mapping(value: object) -> dict[Any, Any]:
@@ -117,7 +121,13 @@ def convertible(schema: Schema, *, strict: bool, what: str) -> Schema:
         Name of the schema in errors.
     """
     writer = _Writer(schema, what)
-    made = writer.write(schema, "#", 0)
+    try:
+        made = writer.write(schema, "#", 0)
+    except (AttributeError, TypeError, ValueError, OverflowError, KeyError) as error:
+        if isinstance(error, GrammarError):
+            raise
+        # A keyword has a value of another type than JSON Schema says.
+        raise GrammarError(f"{what} is no JSON schema: {error}", what=what) from None
     if writer.ignored and strict:
         text = ", ".join(writer.ignored[:20])
         raise GrammarError(
@@ -215,10 +225,12 @@ class _Writer:
         return found
 
     def _values(self, schema: Schema, path: str) -> Schema:
-        values = [schema["const"]] if "const" in schema else schema["enum"]
+        key = "const" if "const" in schema else "enum"
+        values = [schema["const"]] if key == "const" else schema["enum"]
         if not isinstance(values, list) or not values:
             raise self._fail(path, "'enum' must be a list that is not empty")
-        allowed = [one for one in values if violation(one, schema, self.root) is None]
+        rest = {name: value for name, value in schema.items() if name != key}
+        allowed = [one for one in values if violation(one, rest, self.root) is None]
         if not allowed:
             raise self._fail(path, "the other keywords allow none of its values")
         return {"enum": allowed}
@@ -412,7 +424,11 @@ def violation(value: object, schema: object, root: Schema | None = None) -> str 
     Keywords that are not known here allow everything, as JSON Schema has it.
     """
     root = root if root is not None else schema if isinstance(schema, dict) else {}
-    return next(_violations(value, schema, root, "", 0), None)
+    try:
+        return next(_violations(value, schema, root, "", 0), None)
+    except (AttributeError, TypeError, ValueError, OverflowError, re.error) as error:
+        # A keyword has a value of another type than JSON Schema says.
+        return f"the schema is not valid: {error}"
 
 
 def _violations(value: Any, schema: Any, root: Schema, at: str, depth: int) -> Iterator[str]:

@@ -328,3 +328,23 @@ def test_possessive_and_named_groups_are_unsupported() -> None:
     for pattern in (r"(?P<n>a)", r"a\Z", r"^a^$", r"^a|b", r"\1"):
         with pytest.raises(UnsupportedPattern):
             convertible_pattern(pattern)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "minItems": float("inf")},
+        {"allOf": [{"properties": []}, {"type": "object"}]},
+        {"allOf": [{"required": None}, {"type": "object"}]},
+        {"enum": [1], "minimum": "one"},
+        {"enum": [{"a": 1}], "patternProperties": {"(": {}}},
+        {"type": "string", "pattern": "^" + "(" * 101 + "a" + ")" * 101 + "$"},
+    ],
+)
+def test_keywords_of_another_type_are_one_typed_error(schema: Any, vocab: LlamaModel) -> None:
+    with pytest.raises(GrammarError):
+        Sampler(json_schema=schema, model=vocab)
+
+
+def test_a_long_list_of_values_takes_time_by_its_length(vocab: LlamaModel) -> None:
+    Sampler(json_schema={"enum": [f"value {i}" for i in range(5000)]}, model=vocab)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
@@ -13,6 +15,7 @@ import pytest
 
 from binding.kit import words
 from pykvcache import BatchGenerator, LlamaContext, LlamaModel, LlamaSequence, Sampler
+from pykvcache.errors import ReentryError
 
 COPIES: dict[str, Callable[[Sampler], Sampler]] = {
     "clone": Sampler.clone,
@@ -183,3 +186,40 @@ def test_a_sampler_cannot_be_pickled() -> None:
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         with pytest.raises(TypeError, match="Sampler cannot be pickled"):
             pickle.dumps(Sampler(), protocol)
+
+
+def test_a_stage_may_not_call_its_own_sampler() -> None:
+    row = np.zeros(50, np.float32)
+    for call in ("sample", "logprobs", "reset"):
+        found: list[Sampler] = []
+
+        def stage(ids: Any, logits: Any, call: str = call, found: list[Sampler] = found) -> None:
+            getattr(found[0], call)(*([] if call == "reset" else [row]))
+
+        sampler = Sampler(temperature=1.0, seed=1, stages=[stage])
+        found.append(sampler)
+        for outer in (sampler.sample, sampler.logprobs):
+            with pytest.raises(ReentryError, match="in use"):
+                outer(row)
+
+
+def test_a_second_thread_is_refused_while_a_stage_runs() -> None:
+    row, refused = np.zeros(300, np.float32), []
+    sampler = Sampler(
+        temperature=1.0, seed=3, stages=["top_k", lambda ids, logits: time.sleep(0.001), "xtc"]
+    )
+
+    def work() -> None:
+        for _ in range(30):
+            try:
+                sampler.logprobs(row)
+            except ReentryError as error:
+                refused.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert refused
+    assert np.isfinite(sampler.logprobs(row)).any()

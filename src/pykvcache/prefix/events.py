@@ -177,7 +177,7 @@ class EventLog:
         self._later = later
         self._has_gap = False  # whether some were forgotten before those that wait
         self._nbytes = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may clear the cache while it is held
 
     @property
     def nbytes(self) -> int:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from generate.aborted import Aborted
-from memory.kit import CASES, Case
-from pykvcache import LlamaContext
+from memory.kit import CASES, Case, Make
 
-Make = Callable[..., LlamaContext]
 PROGRAMS = max(1, int(os.environ.get("PYKVCACHE_FUZZ_CALLS", "3000")) // 3000)
 SEED = int(os.environ.get("PYKVCACHE_FUZZ_SEED", "1"))
 SERVED = tuple(case for case in CASES if case.name != "t5")

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from memory.kit import CASES, Case
+from memory.kit import CASES, Case, Make
 from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, Sampler
 from pykvcache.errors import DecodeError
 from pykvcache.generate import GenerationHandle
 
-Make = Callable[..., LlamaContext]
 SERVED = tuple(case for case in CASES if case.name != "t5")
 SEED = int(os.environ.get("PYKVCACHE_FUZZ_SEED", "1"))
 N_REQUESTS = 12

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
-from memory.kit import CASES, Case
+from memory.kit import CASES, Case, Make
 from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, Sampler
 from pykvcache.generate import GenerationHandle
 
-Make = Callable[..., LlamaContext]
 SERVED = tuple(case for case in CASES if case.name != "t5")
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import pytest
 
-from memory.kit import apart
+from memory.kit import apart, words
 from pykvcache import BatchGenerator, LlamaContext, LlamaModel, LlamaSequence
 from pykvcache.errors import InternalError
 from support.breaking import make_breaking
@@ -16,11 +15,6 @@ pytestmark = pytest.mark.not_on_a_device(reason="there the server fails, and is 
 
 BAD = 60
 Make = Callable[[], LlamaContext]
-
-
-def words(seed: int, n: int) -> list[int]:
-    found: list[int] = np.random.default_rng(seed).integers(5, 56, n).tolist()
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -8,24 +8,17 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import pytest
 
+from memory.kit import Make, words
 from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, Sampler
 from pykvcache.errors import ClosedError, ReentryError
 from pykvcache.generate import GenerationHandle
 
-Make = Callable[..., LlamaContext]
 Found = list[tuple[list[int], str, list[list[int]], str | None]]
-
-
-def words(seed: int, n: int) -> list[int]:
-    found: list[int] = np.random.default_rng(seed).integers(5, 56, n).tolist()
-    return found
 
 
 def submit(generator: BatchGenerator, ctx: LlamaContext) -> list[GenerationHandle]:

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -21,7 +21,6 @@ from pykvcache import (
 )
 from pykvcache.generate import GenerationHandle
 
-Make = Callable[..., LlamaContext]
 TEXT = "Once upon a time there was a little girl named"
 
 

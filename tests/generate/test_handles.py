@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
+from memory.kit import Make
 from pykvcache import (
     BatchGenerator,
     LlamaContext,
@@ -26,7 +27,6 @@ from pykvcache.errors import (
 )
 from support.models import EXACT
 
-Make = Callable[..., LlamaContext]
 PROMPTS = ["Once upon a time", "One day", "Tim", "The dog", "A girl", "Lily"]
 
 

@@ -8,15 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from memory.kit import apart
-from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, PrefixCache, Sampler
-
-Make = Callable[..., LlamaContext]
-
-
-def words(seed: int, n: int) -> list[int]:
-    found: list[int] = np.random.default_rng(seed).integers(5, 56, n).tolist()
-    return found
+from memory.kit import Make, apart, words
+from pykvcache import BatchGenerator, LlamaSequence, PrefixCache, Sampler
 
 
 @pytest.mark.parametrize("how", ["aborted", "error"])

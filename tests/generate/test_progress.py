@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
+from memory.kit import Make
 from pykvcache import BatchGenerator, LlamaContext, Sampler
-
-Make = Callable[..., LlamaContext]
 
 
 class Kept(BatchGenerator):

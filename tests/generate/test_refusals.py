@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
-from memory.kit import Logits, apart
+from memory.kit import Fresh, Make, apart, words
 from pykvcache import (
     BatchGenerator,
     LlamaContext,
@@ -23,14 +21,6 @@ from pykvcache.errors import (
     OutOfRangeError,
     PositionError,
 )
-
-Make = Callable[..., LlamaContext]
-Fresh = Callable[..., Logits]
-
-
-def words(seed: int, n: int) -> list[int]:
-    found: list[int] = np.random.default_rng(seed).integers(5, 56, n).tolist()
-    return found
 
 
 def endless(ctx: LlamaContext) -> Sampler:

@@ -9,18 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memory.kit import CASES, Case
+from memory.kit import CASES, Case, Make, words
 from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, Sampler
 from pykvcache._native import lib
 from pykvcache.errors import InvalidBatch
 
-Make = Callable[..., LlamaContext]
 SERVED = tuple(case for case in CASES if case.name != "t5")
-
-
-def words(seed: int, n: int) -> list[int]:
-    found: list[int] = np.random.default_rng(seed).integers(5, 56, n).tolist()
-    return found
 
 
 def sampler(ctx: LlamaContext, seed: int) -> Sampler:

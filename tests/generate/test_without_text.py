@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from pykvcache import BatchGenerator, LlamaContext, LlamaModel, PrefixCache
 from pykvcache.errors import ClosedError
 from support.models import EXACT, make_model
 
-Make = Callable[..., LlamaContext]
 KNOWN = [5, 6, 7, 8, 9] * 3
 
 

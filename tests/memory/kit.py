@@ -15,6 +15,10 @@ from support.models import MODELS, RIGHT, ModelInfo, usual
 
 Logits = NDArray[np.float32]
 Tokens = NDArray[np.int32]
+#: Of the fixture `make_context`.
+Make = Callable[..., LlamaContext]
+#: Of the fixture `fresh_logits`.
+Fresh = Callable[..., Logits]
 
 NAMES = (
     "llama",
@@ -102,6 +106,9 @@ CASES = tuple(
 )
 """Every kind of memory in every mode."""
 
+SERVED = tuple(case for case in CASES if case.info.can_cache)
+"""Those of which a `PrefixCache` can keep something."""
+
 PARTIAL = tuple(case for case in CASES if case.info.can_remove_partial)
 """Those of which parts of a sequence can be removed."""
 
@@ -110,6 +117,12 @@ WHOLE_ONLY = tuple(case for case in CASES if not case.info.can_remove_partial)
 
 SHIFTABLE = tuple(case for case in CASES if case.info.can_shift and case.swa_full)
 """Those whose sequences can be shifted."""
+
+
+def words(seed: int, n: int) -> list[int]:
+    """Return ordinary tokens of every test model."""
+    found: list[int] = np.random.default_rng(seed).integers(5, 56, n).tolist()
+    return found
 
 
 def apart(a: NDArray[np.floating[Any]], b: NDArray[np.floating[Any]]) -> float:

@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from memory.kit import Make
 from pykvcache import LlamaContext, LlamaModel, LlamaSequence, PrefixCache
 from pykvcache.errors import StateLayoutMismatch
 from pykvcache.prefix.stores import FolderStore
-
-Make = Callable[..., LlamaContext]
 
 FLASH = {"flash_attn": "enabled", "n_ctx": 768}
 ASKS = {

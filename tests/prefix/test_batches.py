@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import numpy as np
 import pytest
 
-from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, PrefixCache, Sampler
+from memory.kit import Make, words
+from pykvcache import BatchGenerator, LlamaSequence, PrefixCache, Sampler
 
-Make = Callable[..., LlamaContext]
 SIZE = 8
-
-
-def words(seed: int, n: int) -> list[int]:
-    found: list[int] = np.random.default_rng(seed).integers(5, 56, n).tolist()
-    return found
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "jamba", "mamba"])

@@ -8,25 +8,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from memory.kit import CASES, Logits, apart
+from memory.kit import SERVED, Fresh, Make, apart, words
 from prefix.accounts import check_accounts
 from pykvcache import LlamaContext, PrefixCache
 
-Make = Callable[..., LlamaContext]
-Fresh = Callable[..., Logits]
-SERVED = tuple(case for case in CASES if case.info.can_cache)
 POLICIES = ("hit-density", "lru", "s3fifo", "cost-aware")
 SIZES = (8, 16, 5)
 #: 16 KiB per token: a block of 64 tokens is one of 1 MiB.
 WIDE = {"n_embd": 512, "n_head_kv": 4, "n_layer": 4}
-
-
-def words(seed: int, n: int) -> list[int]:
-    found: list[int] = np.random.default_rng(seed).integers(5, 56, n).tolist()
-    return found
 
 
 def whole_bytes(ctx: LlamaContext, size: int, prompt: list[int]) -> int:

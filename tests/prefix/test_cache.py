@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
-from memory.kit import CASES, Case, Logits, apart
-from pykvcache import LlamaContext, LlamaSequence, PrefixCache
+from memory.kit import SERVED, Case, Fresh, Make, apart
+from pykvcache import LlamaSequence, PrefixCache
 from pykvcache.errors import ClosedError, UnsupportedOperation
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored
 from pykvcache.prefix.report import ReuseReport
 
-Make = Callable[..., LlamaContext]
-Fresh = Callable[..., Logits]
-SERVED = tuple(case for case in CASES if case.info.can_cache)
 ATTENTION = tuple(case for case in SERVED if not case.info.has_rest)
 SIZE = 8
 

@@ -6,25 +6,16 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from memory.kit import Logits, apart
+from memory.kit import Fresh, Make, apart, words
 from prefix.accounts import check_accounts
-from pykvcache import LlamaContext, LlamaSequence, PrefixCache, Sampler
+from pykvcache import LlamaSequence, PrefixCache, Sampler
 from pykvcache.prefix.events import BlockRemoved, BlockStored, CacheEvent
 from pykvcache.prefix.node import Node as Run
 from pykvcache.prefix.policies import LRU
 from pykvcache.prefix.stores import MemoryStore
 from support.models import RIGHT
-
-Make = Callable[..., LlamaContext]
-Fresh = Callable[..., Logits]
-
-
-def words(seed: int, n: int) -> list[int]:
-    found: list[int] = np.random.default_rng(seed).integers(5, 56, n).tolist()
-    return found
 
 
 @pytest.mark.parametrize("how", ["clear", "sequence", "pin", "tree", "close"])

@@ -7,13 +7,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from memory.kit import CASES, Case, Logits, apart
-from pykvcache import LlamaContext, PrefixCache
+from memory.kit import SERVED, Case, Fresh, Make, apart
+from pykvcache import PrefixCache
 
-Make = Callable[..., LlamaContext]
-Fresh = Callable[..., Logits]
 Tokens = list[int]
-SERVED = tuple(case for case in CASES if case.info.can_cache)
 SIZE, ANSWER = 8, 3
 
 

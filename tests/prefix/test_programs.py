@@ -9,20 +9,17 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import settings
 
-from memory.kit import CASES, Case, apart, cleared_runs
+from memory.kit import SERVED, Case, Make, apart, cleared_runs
 from prefix.program import STEPS, run
-from pykvcache import LlamaContext, PrefixCache
+from pykvcache import PrefixCache
 
-Make = Callable[..., LlamaContext]
 SEED = int(os.environ.get("PYKVCACHE_FUZZ_SEED", "1"))
 IS_LONG = settings().max_examples > 100
-SERVED = tuple(case for case in CASES if case.info.can_cache)
 SHORT = (
     "llama-unified",
     "gemma3-unified",

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import numpy as np
 import pytest
 
-from memory.kit import CASES, Case, Logits, apart
+from memory.kit import SERVED, Case, Fresh, Make, apart, words
 from prefix.accounts import check_accounts
-from pykvcache import BatchGenerator, LlamaContext, PrefixCache
+from pykvcache import BatchGenerator, PrefixCache
 from pykvcache.prefix.stores import MemoryStore
 
-Make = Callable[..., LlamaContext]
-Fresh = Callable[..., Logits]
-SERVED = tuple(case for case in CASES if case.info.can_cache)
 SIZE = 8
-
-
-def words(seed: int, n: int) -> list[int]:
-    found: list[int] = np.random.default_rng(seed).integers(5, 56, n).tolist()
-    return found
 
 
 @pytest.mark.parametrize("n", [21, 24, 25])  # in, at and after the end of a block

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
-from memory.kit import CASES, Case, Logits, apart
-from pykvcache import BatchGenerator, LlamaContext, PrefixCache
+from memory.kit import SERVED, Case, Fresh, Make, apart, words
+from pykvcache import BatchGenerator, PrefixCache
 from pykvcache.prefix.sequence import CachedSequence
 from pykvcache.prefix.stores import MemoryStore
 
-Make = Callable[..., LlamaContext]
-Fresh = Callable[..., Logits]
-SERVED = tuple(case for case in CASES if case.info.can_cache)
 WITHOUT_ROWS = tuple(case for case in SERVED if case.info.has_recurrent_state)
 SIZE = 8
-
-
-def words(seed: int, n: int) -> list[int]:
-    found: list[int] = np.random.default_rng(seed).integers(5, 56, n).tolist()
-    return found
 
 
 def evaluated(sequence: CachedSequence) -> int:

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import numpy as np
 import pytest
 
-from memory.kit import CASES, Case, Logits, apart
+from memory.kit import SERVED, Case, Fresh, Make, apart, words
 from prefix.accounts import check_accounts
-from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, PrefixCache
+from pykvcache import BatchGenerator, LlamaSequence, PrefixCache
 from pykvcache.errors import ArgumentError
 from pykvcache.prefix.cache import core_of
 from pykvcache.prefix.sequence import CachedSequence
 
-Make = Callable[..., LlamaContext]
-Fresh = Callable[..., Logits]
-SERVED = tuple(case for case in CASES if case.info.can_cache)
 RECURRENT = tuple(case for case in SERVED if case.info.has_recurrent_state)
 SIZE = 8
-
-
-def words(seed: int, n: int) -> list[int]:
-    found: list[int] = np.random.default_rng(seed).integers(5, 56, n).tolist()
-    return found
 
 
 @pytest.mark.parametrize("is_batch", [False, True])

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from memory.kit import Logits, apart
-from pykvcache import LlamaContext, PrefixCache
+from memory.kit import Fresh, Make, apart, words
+from pykvcache import PrefixCache
 from pykvcache.prefix.events import BlockStored
 
-Make = Callable[..., LlamaContext]
-Fresh = Callable[..., Logits]
 SIZE = 8
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"n_ctx": 256, "n_seq_max": 1},
@@ -24,11 +20,6 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"n_ctx": 1024, "n_seq_max": 4, "kv_unified": False, "swa_full": False},
 )
 MODELS = ("llama", "gemma3", "jamba")
-
-
-def words(seed: int, n: int) -> list[int]:
-    found: list[int] = np.random.default_rng(seed).integers(5, 56, n).tolist()
-    return found
 
 
 @pytest.mark.parametrize("writer", range(len(OPTIONS)))

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import numpy as np
 import pytest
 
-from memory.kit import CASES, Case
-from pykvcache import LlamaContext, PrefixCache
+from memory.kit import SERVED, Case, Make, words
+from pykvcache import PrefixCache
 from pykvcache.errors import ClosedError
 
-Make = Callable[..., LlamaContext]
-SERVED = tuple(case for case in CASES if case.info.can_cache)
 SIZE = 8
-
-
-def words(seed: int, n: int) -> list[int]:
-    found: list[int] = np.random.default_rng(seed).integers(5, 56, n).tolist()
-    return found
 
 
 @pytest.mark.parametrize("case", SERVED, ids=str)

@@ -7,11 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from memory.kit import Logits, apart
-from pykvcache import CheckpointPolicy, LlamaContext, LlamaSequence
+from memory.kit import Logits, Make, apart
+from pykvcache import CheckpointPolicy, LlamaSequence
 from pykvcache.sequence.pool import pool_of
-
-Make = Callable[..., LlamaContext]
 
 
 @pytest.mark.parametrize("name", ["mamba", "jamba", "gemma3"])

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from memory.kit import CASES, Case, Logits, apart
-from pykvcache import LlamaContext, LlamaSequence
+from memory.kit import CASES, Case, Logits, Make, apart
+from pykvcache import LlamaSequence
 from pykvcache.errors import UnsupportedOperation
 from sequence.programs import Program
 
@@ -18,8 +18,6 @@ SERVED = tuple(case for case in CASES if case.name != "t5")
 
 PROGRAMS = max(1, 3 * int(os.environ.get("PYKVCACHE_FUZZ_CALLS", "3000")) // 3000)
 SEED = int(os.environ.get("PYKVCACHE_FUZZ_SEED", "1"))
-
-Make = Callable[..., LlamaContext]
 
 
 @pytest.mark.parametrize("case", SERVED, ids=str)

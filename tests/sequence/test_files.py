@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from memory.kit import CASES, Case, Logits, apart
-from pykvcache import LlamaContext, LlamaSequence, SequenceState
+from memory.kit import CASES, Case, Logits, Make, apart
+from pykvcache import LlamaSequence, SequenceState
 from pykvcache.errors import (
     StateError,
     StateLayoutMismatch,
@@ -17,7 +17,6 @@ from pykvcache.errors import (
     UnsupportedOperation,
 )
 
-Make = Callable[..., LlamaContext]
 SAVED = tuple(c for c in CASES if c.has_states and c.name != "t5")
 
 

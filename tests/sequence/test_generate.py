@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
+from memory.kit import Make
 from pykvcache import LlamaContext, LlamaModel, LlamaSequence, Sampler
 from pykvcache.errors import InvalidBatch, NoKvCacheSlot, PositionError
 
-Make = Callable[..., LlamaContext]
 PROMPT = "Once upon a time"
 
 

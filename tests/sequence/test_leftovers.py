@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import numpy as np
 import pytest
 
-from memory.kit import CASES, Case, Logits, apart
-from pykvcache import LlamaContext, LlamaSequence, PrefixCache
+from memory.kit import CASES, Case, Fresh, Make, apart, words
+from pykvcache import LlamaSequence, PrefixCache
 
-Make = Callable[..., LlamaContext]
-Fresh = Callable[..., Logits]
 SERVED = tuple(case for case in CASES if case.has_states)
-
-
-def words(seed: int, n: int) -> list[int]:
-    found: list[int] = np.random.default_rng(seed).integers(5, 56, n).tolist()
-    return found
 
 
 @pytest.mark.parametrize("case", SERVED, ids=str)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from pykvcache import LlamaContext, LlamaModel, LlamaSequence
+from memory.kit import Make
+from pykvcache import LlamaModel, LlamaSequence
 from pykvcache.errors import NoKvCacheSlot, StateModelMismatch, UnsupportedOperation
 
-Make = Callable[..., LlamaContext]
 MESSAGES = {"messages": [{"role": "user", "content": "hi"}]}
 
 

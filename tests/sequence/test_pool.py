@@ -6,18 +6,14 @@ import copy
 import gc
 import pickle
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from memory.kit import Logits, apart
-from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, PrefixCache, Sampler
+from memory.kit import Fresh, Make, apart
+from pykvcache import BatchGenerator, LlamaSequence, PrefixCache, Sampler
 from pykvcache.errors import ClosedError, UnsupportedOperation
 from support.builds import PLAIN
-
-Make = Callable[..., LlamaContext]
-Fresh = Callable[..., Logits]
 
 
 def words(seed: int, n: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

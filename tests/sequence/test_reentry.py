@@ -8,24 +8,14 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from binding.conftest import needs_timers
-from memory.kit import Logits, apart
+from memory.kit import Fresh, Make, apart, words
 from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, Sampler
 from pykvcache.errors import ReentryError
 from pykvcache.sequence.checkpoints import CheckpointPolicy
 from support.models import RIGHT
-
-Make = Callable[..., LlamaContext]
-Fresh = Callable[..., Logits]
-
-
-def words(seed: int, n: int) -> list[int]:
-    found: list[int] = np.random.default_rng(seed).integers(5, 56, n).tolist()
-    return found
-
 
 EDITS: dict[str, Callable[[LlamaSequence], object]] = {
     "truncate": lambda one: one.truncate(3),

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from memory.kit import SHIFTABLE, Case, apart
+from memory.kit import SHIFTABLE, Case, Make, apart
 from pykvcache import LlamaContext, LlamaSequence, Sampler
 from pykvcache.errors import NoKvCacheSlot
 from sequence.shadow import Shadow
 
-Make = Callable[..., LlamaContext]
 # Windows may have lost cells: what is evaluated again then is a fresh run.
 SERVED = tuple(c for c in SHIFTABLE if c.info.memory == "attention" and not c.info.has_encoder)
 PROGRAMS = max(1, int(os.environ.get("PYKVCACHE_FUZZ_CALLS", "3000")) // 3000)

@@ -8,18 +8,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from memory.kit import Logits, apart
+from memory.kit import Fresh, Make, apart, words
 from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, Sampler
 from pykvcache.errors import ClosedError, NoKvCacheSlot, OvertakenError, UnsupportedOperation
 from support.builds import PLAIN
-
-Make = Callable[..., LlamaContext]
-Fresh = Callable[..., Logits]
-
-
-def words(seed: int, n: int) -> list[int]:
-    found: list[int] = np.random.default_rng(seed).integers(5, 56, n).tolist()
-    return found
 
 
 def ends(ctx: LlamaContext) -> dict[int, float]:

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memory.kit import CASES, Bench, Case, apart
+from memory.kit import CASES, Bench, Case, Make, apart
 from pykvcache import LlamaContext, LlamaModel, LlamaSequence, PrefixCache
 from pykvcache.errors import NoKvCacheSlot, StateDamaged, StateError, UnsupportedOperation
 from support.models import make_model
 from support.raw_states import runs
 
-Make = Callable[..., LlamaContext]
 MakeBench = Callable[..., Bench]
 INDEXED = tuple(case for case in CASES if case.info.bounded and case.has_states)
 UNKNOWN = tuple(case for case in CASES if case.info.can_cache and not case.has_states)

@@ -8,21 +8,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from memory.kit import Case, Logits, apart
-from pykvcache import BatchGenerator, LlamaContext, PrefixCache
+from memory.kit import Case, Fresh, Make, apart
+from pykvcache import BatchGenerator, PrefixCache
 from pykvcache.prefix.stores import FolderStore, MemoryStore
 from stores.servers import freeze, redis_server
 from tiers.kit import clear_memory
 from tiers.test_tiers import SERVED, SIZE, WAIT, total, words
-
-Make = Callable[..., LlamaContext]
-Fresh = Callable[..., Logits]
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs SIGSTOP")

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
-from memory.kit import Logits
-from pykvcache import BatchGenerator, LlamaContext, PrefixCache
+from memory.kit import Fresh, Make
+from pykvcache import BatchGenerator, PrefixCache
 from pykvcache.prefix.sequence import request_of
 from pykvcache.prefix.stores import MemoryStore
 from tiers.slow import SlowStore
 from tiers.test_damage import write
 from tiers.test_tiers import SIZE, WAIT, words
 
-Make = Callable[..., LlamaContext]
-Fresh = Callable[..., Logits]
 SHARED = words(1, 80)
 
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from memory.kit import Logits, apart
+from memory.kit import Fresh, Make, apart
 from pykvcache import LlamaContext, PrefixCache
 from pykvcache.errors import StoreError
 from pykvcache.prefix.stores import BlockStore, Envelope, MemoryStore, SealedStore
 from tiers.kit import clear_memory
 from tiers.test_tiers import SIZE, WAIT, words
-
-Make = Callable[..., LlamaContext]
-Fresh = Callable[..., Logits]
 
 
 def write(ctx: LlamaContext, tier: object, prompt: list[int]) -> None:

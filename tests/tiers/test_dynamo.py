@@ -9,13 +9,14 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pykvcache import LlamaContext, PrefixCache
+from memory.kit import Make
+from pykvcache import PrefixCache
 from stores.servers import free_port
 from tiers.test_tiers import SIZE, WAIT, words
 
@@ -26,8 +27,6 @@ from pykvcache.prefix.zmq_events import EventPublisher
 
 # A wheel of 75 MB, and none of what it would install beside it is needed here.
 INSTALL = "needs Dynamo's indexer: pip install --no-deps ai-dynamo-runtime"
-
-Make = Callable[..., LlamaContext]
 
 
 class Indexer:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pykvcache import LlamaContext, PrefixCache
+from memory.kit import Make
+from pykvcache import PrefixCache
 from pykvcache.prefix.events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -24,8 +25,6 @@ from pykvcache.prefix.tiers.notices import Notices, Place
 from pykvcache.prefix.zmq_events import as_map
 from tiers.kit import clear_memory
 from tiers.test_tiers import SIZE, WAIT, words
-
-Make = Callable[..., LlamaContext]
 
 
 def below(events: Sequence[CacheEvent]) -> list[CacheEvent]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memory.kit import Case, Logits, apart
-from pykvcache import LlamaContext, PrefixCache
+from memory.kit import Case, Fresh, Logits, Make, apart
+from pykvcache import PrefixCache
 from pykvcache.prefix.block_hash import block_names, token_bytes
 from pykvcache.prefix.stores import BlockStore, Envelope, FolderStore, MemoryStore, open_store
 from pykvcache.prefix.tiers.records import END_OVERHEAD, End
@@ -21,9 +21,6 @@ from stores.servers import PATIENT, redis_server
 from support.examples import examples
 from tiers.kit import clear_memory
 from tiers.test_tiers import SIZE, WAIT, total, words
-
-Make = Callable[..., LlamaContext]
-Fresh = Callable[..., Logits]
 
 PROMPT = words(1, 45)
 N_BLOCKS = len(PROMPT) // SIZE

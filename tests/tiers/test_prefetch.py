@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from memory.kit import Case, Logits, apart
-from pykvcache import LlamaContext, PrefixCache
+from memory.kit import Case, Fresh, Make, apart
+from pykvcache import PrefixCache
 from pykvcache.errors import ClosedError
 from pykvcache.prefix import prefetch
 from pykvcache.prefix.stores import MemoryStore
 from tiers.slow import SlowStore
 from tiers.test_damage import Raising, write
 from tiers.test_tiers import SERVED, SIZE, WAIT, words
-
-Make = Callable[..., LlamaContext]
-Fresh = Callable[..., Logits]
 
 
 @pytest.mark.parametrize("case", SERVED[::2], ids=str)

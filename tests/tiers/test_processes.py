@@ -7,19 +7,16 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from memory.kit import Logits, apart
+from memory.kit import Fresh, apart
 from pykvcache.prefix.stores import FolderStore
 from stores.servers import redis_server
 from support.models import make_model
 from tiers.processes import answer, spawn
-
-Fresh = Callable[..., Logits]
 
 
 def test_a_script_that_is_run_twice_evaluates_its_prompt_once(

@@ -6,13 +6,13 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pykvcache import LlamaContext, PrefixCache
+from memory.kit import Make
+from pykvcache import PrefixCache
 from pykvcache.errors import ClosedError
 from tiers.test_tiers import SIZE, words
 
@@ -21,8 +21,6 @@ pytest.importorskip("msgpack", reason="pip install 'pykvcache[zmq]'")
 
 from pykvcache.prefix import zmq_events as publish
 from pykvcache.prefix.zmq_events import EventPublisher
-
-Make = Callable[..., LlamaContext]
 
 SUBSCRIBER = """
 import json, sys

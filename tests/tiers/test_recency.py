@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from memory.kit import Case, Logits, apart
+from memory.kit import Case, Fresh, Make, apart
 from pykvcache import LlamaContext, PrefixCache
 from pykvcache.cli import main
 from pykvcache.prefix.stores import BlockStore, MemoryStore, open_store
@@ -18,8 +18,6 @@ from stores.servers import PATIENT, redis_server
 from tiers.kit import clear_memory
 from tiers.test_tiers import SIZE, WAIT, words
 
-Make = Callable[..., LlamaContext]
-Fresh = Callable[..., Logits]
 POPULAR = words(1, 41)
 KINDS = ["llama", "gemma3", "jamba", "mamba"]
 

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from memory.kit import CASES, Case, Logits, apart
-from pykvcache import LlamaContext, PrefixCache
+from memory.kit import CASES, Case, Fresh, Make, apart, words
+from pykvcache import PrefixCache
 from pykvcache.errors import ClosedError, StoreError
 from pykvcache.prefix.report import ReuseReport
 from pykvcache.prefix.stores import FolderStore, MemoryStore
 
-Make = Callable[..., LlamaContext]
-Fresh = Callable[..., Logits]
 SERVED = tuple(case for case in CASES if case.has_states and case.name != "t5")
 SIZE = 8
 #: Tiny models evaluate faster than any store answers.
 WAIT: dict[str, Any] = {"tier_seconds": 20}
-
-
-def words(seed: int, n: int) -> list[int]:
-    found: list[int] = np.random.default_rng(seed).integers(5, 56, n).tolist()
-    return found
 
 
 def total(report: ReuseReport) -> int:

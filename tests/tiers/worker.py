@@ -9,17 +9,11 @@ import itertools
 import json
 import sys
 
-import numpy as np
-
+from memory.kit import words
 from pykvcache import LlamaContext, LlamaModel, PrefixCache
 from pykvcache.prefix.stores import open_store
 from support.models import EXACT
 from tiers.kit import clear_memory
-
-
-def words(seed: int, n: int) -> list[int]:
-    found: list[int] = np.random.default_rng(seed).integers(5, 56, n).tolist()
-    return found
 
 
 def opened(where: str) -> object:

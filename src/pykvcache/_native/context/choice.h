@@ -32,7 +32,7 @@ class chooser {
     llama_sampler * choice = nullptr;
     float           temperature = 1;
     bool            has_call = false;             // a stage that is a call of the program's: on its own thread alone
-    bool            is_narrowed_further = false;  // stages of `cuts` note what was chosen, or may exclude everything
+    bool            is_narrowed_further = false;  // stages of `cuts` have state, or may exclude every token
     bool            is_listed = false;  // while choices looks whether it has one twice
     // Tokens of the bias lie below the number of logits.
     std::vector<llama_logit_bias> bias;

@@ -156,9 +156,7 @@ cdef class Writer:
         """Choose a token from logits and append it; False, and nothing appended, for one that ends."""
         cdef int32_t code, token = 0, n = self.sampler.check_row(ctx, row)
         self.ledger.reserve(self.ledger.n + 1)
-        self.sampler.begin_use()
-        code = self.sampler.it.choose(&row[0], n, self.sampler.candidates, token)
-        self.sampler.is_in_use = False
+        code = self.sampler.choose(row, &token)
         if code != lib.CHOSEN:
             raise self.sampler.problem(code, False)
         self.sampler.n_vocab = n

@@ -79,7 +79,7 @@ cdef class Sampler:
     cdef int32_t last_bias
     # Of the last logits, or the grammar's model; 0 before.
     cdef int32_t n_vocab
-    # A call uses it: a stage of the program's may be running.
+    # Whether a call chooses a token now; a Python stage of it may let another thread run.
     cdef bint is_in_use
 
     def __cinit__(self, dict params not None, Model model, tuple begin=None, Sampler source=None):
@@ -107,12 +107,20 @@ cdef class Sampler:
         self.add_stages(s, params["native_stages"])
         self.it.choice = _made(lib.sampler_choice(s))
 
-    cdef int begin_use(self) except -1:
+    cdef int check_unused(self) except -1:
         """Refuse a call from within a stage, or from another thread while a stage runs."""
         if self.is_in_use:
             raise ReentryError("the sampler is in use: a stage or another thread called it during a call")
-        self.is_in_use = True
         return 0
+
+    cdef int32_t choose(self, const float[::1] row, int32_t* token) except? -1:
+        """Choose a token from logits and accept it; a code of `lib`, and the token where it is CHOSEN."""
+        cdef int32_t code
+        self.check_unused()
+        self.is_in_use = True
+        code = self.it.choose(&row[0], <int32_t>row.shape[0], self.candidates, token[0])
+        self.is_in_use = False
+        return code
 
     cdef int add_stages(self, lib.sampler_settings& s, tuple stages) except -1:
         """Make the stages between grammar and choice; penalties that come first stand alone."""
@@ -225,8 +233,7 @@ cdef class Sampler:
 
     def reset(self):
         """Forget the tokens that were accepted; the seed and the grammar start again."""
-        self.begin_use()
-        self.is_in_use = False
+        self.check_unused()
         if (lib.sampler_reset(self.it.grammar) == lib.CAUGHT
                 or lib.sampler_reset(self.it.penalties) == lib.CAUGHT
                 or (self.it.cuts != NULL and lib.sampler_reset(self.it.cuts) == lib.CAUGHT)
@@ -241,8 +248,7 @@ cdef class Sampler:
         """Count a token that was not sampled here; all or nothing."""
         cdef lib.llama_sampler* ahead = NULL
         cdef int32_t t
-        self.begin_use()
-        self.is_in_use = False
+        self.check_unused()
         if model is not None:
             model.check_open()
             t = model.check_token(token)
@@ -268,10 +274,7 @@ cdef class Sampler:
     def sample(self, Decoding ctx, const float[::1] row not None):
         """Choose a token from logits, those of a context or the caller's, and accept it."""
         cdef int32_t n = self.check_row(ctx, row), token = 0
-        cdef int32_t code
-        self.begin_use()
-        code = self.it.choose(&row[0], n, self.candidates, token)
-        self.is_in_use = False
+        cdef int32_t code = self.choose(row, &token)
         if code != lib.CHOSEN:
             raise self.problem(code, ctx is None)
         self.n_vocab = n
@@ -287,17 +290,13 @@ cdef class Sampler:
         cdef float[::1] out = result
         cdef lib.llama_sampler* cuts = self.it.cuts
         cdef int32_t n = self.check_row(ctx, row)
-        cdef lib.llama_sampler* copied = _copied(cuts)  # some stages draw random numbers
-        try:
-            self.begin_use()
-        except ReentryError:
-            lib.llama_sampler_free(copied)
-            raise
-        self.it.cuts = copied
+        self.check_unused()
+        self.it.cuts = _copied(cuts)  # some stages draw random numbers
+        self.is_in_use = True
         code = self.it.narrow(&row[0], n, self.candidates)
-        lib.llama_sampler_free(copied)
-        self.it.cuts = cuts
         self.is_in_use = False
+        lib.llama_sampler_free(self.it.cuts)
+        self.it.cuts = cuts
         if code != lib.CHOSEN:
             raise self.problem(code, ctx is None)
         found = self.it.found

@@ -1,4 +1,4 @@
-"""LoRA adapters and control vectors: what changes keys and values beside a model's weights."""
+"""LoRA adapters and control vectors, which change keys and values but not the model."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ AdapterInput: TypeAlias = LoraAdapter | ControlVector | tuple[LoraAdapter | Cont
 
 
 class Adapters:
-    """What a context computes with beside its model: adapters with scales other than zero.
+    """The adapters that a context applies to its model: those with scales other than zero.
 
     Parameters
     ----------

@@ -189,7 +189,7 @@ class LlamaModel(ModelFacts, Closing):
     def load_adapter(self, path: str | os.PathLike[str]) -> LoraAdapter:
         """Load a LoRA adapter of this model (``llama_adapter_lora_init``).
 
-        Decodes of this model's contexts wait meanwhile.
+        Decodes of this model's contexts wait until it is loaded.
 
         Parameters
         ----------

@@ -171,7 +171,7 @@ http://127.0.0.1:8080/ shows the cache live.
     "--chat-template-kwargs",
     "variables",
     metavar="JSON",
-    help="What templates read besides, such as '{\"enable_thinking\": false}'.",
+    help="Further variables of chat templates, such as '{\"enable_thinking\": false}'.",
 )
 @sampling_options
 @click.option(

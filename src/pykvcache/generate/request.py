@@ -202,7 +202,7 @@ class GenerationRequest:
 
     @property
     def is_owned(self) -> bool:
-        """Whether its sequence is its own, which nobody sees but by its handle."""
+        """Whether the request made its sequence itself, so that only its handle refers to it."""
         return self._owns
 
     @property

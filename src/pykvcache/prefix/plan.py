@@ -1,4 +1,4 @@
-"""What is to be kept in the tree: what a sequence offers, what is missing of it, what is held."""
+"""Offer, Plan and Hold: what a sequence can give, what the tree lacks of it, what stays in use."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class PrefixTree:
         self._spare: OrderedDict[Component, None] = OrderedDict()
         self._is_ours = isinstance(policy, str)
         self.policy = make_policy(policy)
-        #: Lowering it evicts with the next change; what is held stays, even above it.
+        #: Lowering it evicts with the next change. Held nodes stay, even above the budget.
         self.max_bytes = max_bytes
         self.policy.max_notes = max_bytes // 16 if shape.node_bytes else None
         self.policy.resize(max_bytes)

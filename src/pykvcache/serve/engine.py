@@ -37,7 +37,7 @@ class Defaults:
     template
         Chat template in the place of the model's own.
     variables
-        What templates read besides, such as ``enable_thinking``.
+        Further variables of chat templates, such as ``enable_thinking``.
     sampling
         For `Sampler`.
     """

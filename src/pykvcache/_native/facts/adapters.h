@@ -1,4 +1,4 @@
-// LoRA adapters and control vectors: what changes keys and values beside a model's weights.
+// LoRA adapters and control vectors, which change keys and values but not the model.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,7 @@ class adapter_lock {
 
 inline std::shared_ptr<adapter_lock> new_adapter_lock() { return std::make_shared<adapter_lock>(); }
 
-// What a context computes with beside its model.
+// The adapters that a context applies to its model.
 struct adapter_set {
     std::vector<llama_adapter_lora *> loras;
     std::vector<float>                scales;

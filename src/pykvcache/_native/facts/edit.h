@@ -70,7 +70,7 @@ inline int32_t run_decode(edit_key, llama_context * ctx, const llama_batch & bat
     });
 }
 
-// Compute with other adapters from now on: the graphs are made anew at once, so that what does not fit is found here.
+// Compute with other adapters from now on: reserve the graphs now, so that a lack of memory shows here.
 // 1 where llama.cpp refuses the control vector.
 int32_t use_adapters(edit_key, llama_context * ctx, adapter_set & set) noexcept;
 

@@ -102,7 +102,7 @@ class sequence_facts {
     int32_t apply_pending() noexcept;
     // The number of cells that moved, or CAUGHT.
     int64_t compact() noexcept;
-    // Compute with other adapters. What is held was computed without them: all of it goes, and what an encoder read.
+    // Compute with other adapters. Clears the memory and the encoder output: both were computed without them.
     // After CAUGHT and 1 nothing has gone, and `before` is in use again; NOTHING_DONE where even that failed.
     int32_t adapt(adapter_set & set, adapter_set & before) noexcept;
 

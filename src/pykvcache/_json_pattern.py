@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["UnsupportedPattern", "convertible_pattern"]
+__all__ = ["UnsupportedPattern", "convertible_pattern", "matches"]
 
 Ranges = list[tuple[int, int]]
 
@@ -45,6 +45,26 @@ def convertible_pattern(pattern: str) -> str:
     except (re.error, OverflowError, RecursionError) as error:
         raise UnsupportedPattern(f"it is no regular expression: {error}") from None
     return _Reader(pattern).read()
+
+
+#: Steps of a search that take a tenth of a second.
+STEPS_MAX = 10**7
+_ESCAPES_AND_CLASSES = re.compile(r"\\.|\[\^?\]?[^\]]*\]|\(\?:")
+
+
+def matches(pattern: str, text: str) -> bool:
+    """Return whether a pattern is found in a text, and True where Python may take too long.
+
+    Python backtracks: a repeated group with choices inside takes exponential time, k repeats after
+    each other n**k. The grammar has enforced the pattern where the text was generated.
+    """
+    plain = _ESCAPES_AND_CLASSES.sub("x", pattern)
+    repeats = len(re.findall(r"[*+]|\{\d+,", plain))
+    choices = plain.count("?") + plain.count("|")
+    steps = float(len(text) + 1) ** min(repeats, 20) * 2.0 ** min(choices, 40)
+    if re.search(r"\)[*+{]", plain) and repeats + choices > 1:
+        steps *= 2.0 ** min(len(text), 40)
+    return steps > STEPS_MAX or re.search(pattern, text) is not None
 
 
 class _Reader:

@@ -6,6 +6,7 @@ keywords that it takes, and the others are named.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import operator
@@ -15,7 +16,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from pykvcache._grammar import REPEAT_MAX
-from pykvcache._json_pattern import UnsupportedPattern, convertible_pattern
+from pykvcache._json_pattern import UnsupportedPattern, convertible_pattern, matches
 from pykvcache.errors import GrammarError
 
 __all__ = ["as_schema", "convertible", "schema_grammar", "violation"]
@@ -267,6 +268,7 @@ class _Writer:
                 or one.get("type", "object") != "object"
                 or one.get("additionalProperties", True) is not True
                 or merged["properties"].keys() & one.get("properties", {}).keys()
+                or not isinstance(one.get("required", []), list)
             ):
                 self.ignored.append(f"allOf ({path})")
                 return self.write(
@@ -491,12 +493,9 @@ def _of_string(value: str, schema: Schema, name: str) -> Iterator[str]:
         yield f"{name} has more than {schema['maxLength']} characters"
     pattern = schema.get("pattern")
     if isinstance(pattern, str):
-        try:
-            found = re.search(pattern, value)
-        except re.error:
-            return
-        if found is None:
-            yield f"{name} does not match {pattern!r}"
+        with contextlib.suppress(re.error):
+            if not matches(pattern, value):
+                yield f"{name} does not match {pattern!r}"
 
 
 def _of_number(value: float, schema: Schema, name: str) -> Iterator[str]:
@@ -542,6 +541,6 @@ def _of_object(
     for key, one in value.items():
         place = f"{at}.{key}" if at else key
         inner = [properties[key]] if key in properties else []
-        inner += [found for pattern, found in patterns.items() if re.search(pattern, key)]
+        inner += [found for pattern, found in patterns.items() if matches(pattern, key)]
         for found in inner or [schema.get("additionalProperties", True)]:
             yield from _violations(one, found, root, place, depth + 1)

@@ -336,6 +336,7 @@ def test_possessive_and_named_groups_are_unsupported() -> None:
         {"type": "array", "minItems": float("inf")},
         {"allOf": [{"properties": []}, {"type": "object"}]},
         {"allOf": [{"required": None}, {"type": "object"}]},
+        {"allOf": [{"required": "ab"}, {"type": "object"}]},
         {"enum": [1], "minimum": "one"},
         {"enum": [{"a": 1}], "patternProperties": {"(": {}}},
         {"type": "string", "pattern": "^" + "(" * 101 + "a" + ")" * 101 + "$"},
@@ -348,3 +349,24 @@ def test_keywords_of_another_type_are_one_typed_error(schema: Any, vocab: LlamaM
 
 def test_a_long_list_of_values_takes_time_by_its_length(vocab: LlamaModel) -> None:
     Sampler(json_schema={"enum": [f"value {i}" for i in range(5000)]}, model=vocab)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        ("^(a+)+$", "a" * 40 + "!"),
+        ("^(a|a)*$", "a" * 40 + "!"),
+        ("a*a*a*a*a*a*b", "a" * 3000),
+        ("a?" * 30 + "a" * 30, "a" * 29),
+    ],
+)
+def test_a_pattern_that_would_take_years_is_not_tried(pattern: str, text: str) -> None:
+    assert violation(text, {"type": "string", "pattern": pattern}) is None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [(r"^(\d{3}-)+$", "123-45"), ("^(foo|bar)$", "baz"), ("^[a-z]+@[a-z]+$", "a" * 500)],
+)
+def test_ordinary_patterns_are_checked(pattern: str, text: str) -> None:
+    assert violation(text, {"type": "string", "pattern": pattern}) is not None

@@ -39,15 +39,16 @@ with contextlib.suppress(AttributeError, OSError, TypeError):  # another system
 
 # How slow a machine is today is no property of the code. The database would make two runs differ.
 settings.register_profile(
-    "suite",
+    "all",
     derandomize=True,
     database=None,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
-# For `make fuzz`: 25 times the examples (`support.examples`).
-settings.register_profile("fuzz", settings.get_profile("suite"), max_examples=2500)
-settings.load_profile("suite")
+# `support.examples` scales what tests draw: `make test` takes two fifths, `make fuzz` 25 times.
+settings.register_profile("suite", settings.get_profile("all"), max_examples=40)
+settings.register_profile("fuzz", settings.get_profile("all"), max_examples=2500)
+settings.load_profile("all" if models.EVERY_MODEL else "suite")
 
 # The array caches are tested without the compiled layer too, so nothing here imports it at once.
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ Fresh = Callable[..., Logits]
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows handles it as Python does")
 
 #: Interrupts of each program.
-TIMES = int(os.environ.get("PYKVCACHE_FUZZ_INTERRUPTS", "120"))
+TIMES = int(os.environ.get("PYKVCACHE_FUZZ_INTERRUPTS", "80"))
 
 PROGRAM = """
 import faulthandler, gc, os, random, signal, sys, threading, time

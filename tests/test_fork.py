@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from binding.conftest import Child, assert_quiet, child
+from support.examples import some
 
 __all__ = ["child"]  # the fixture
 
@@ -94,7 +95,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", some(ENDS, "leaves", "drops"))
 def test_the_child_refuses_and_the_parent_goes_on(child: Child, model: Any, end: str) -> None:
     code = START + "pid = os.fork()\nif pid == 0:" + REFUSED + OWN + "    " + ENDS[end]
     code += "\nassert code_of(pid) == 0\n" + GOES_ON

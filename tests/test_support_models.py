@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from support import vocab
 from support.ledger import END
-from support.models import EXACT, MODELS, RIGHT, WRONG, ModelInfo, make_model, shared_folder
+from support.models import EXACT, MODELS, RIGHT, WRONG, ModelInfo, make_model, shared_folder, usual
 from support.numpy_llama import LedgerLlama
 from support.numpy_variants import LEDGERS, LedgerT5, make_ledger
 
@@ -208,7 +208,7 @@ def distance(a: NDArray[np.floating], b: NDArray[np.floating]) -> float:
     return float(np.abs(a - b).max())
 
 
-@pytest.mark.parametrize("runner", MODELS, indirect=True)
+@pytest.mark.parametrize("runner", usual(MODELS), indirect=True)
 def test_model_says_of_itself_what_the_table_says(runner: Runner) -> None:
     info, model = runner.info, runner.ctx.model
     assert model.n_vocab == info.n_vocab
@@ -221,7 +221,7 @@ def test_model_says_of_itself_what_the_table_says(runner: Runner) -> None:
     assert model.has_encoder == info.has_encoder
 
 
-@pytest.mark.parametrize("runner", MODELS, indirect=True)
+@pytest.mark.parametrize("runner", usual(MODELS), indirect=True)
 def test_every_token_in_reach_moves_the_output(runner: Runner) -> None:
     info = runner.info
     reach = info.n_swa - 1 if info.memory == "hybrid-sliding-window" else 64

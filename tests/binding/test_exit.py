@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from binding.conftest import Child, assert_quiet
+from support.examples import some
 
 START = """
 import sys, gc, time, atexit, threading
@@ -90,7 +91,9 @@ def work():
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    "end", some(ENDS, "nothing closed", "model dropped", "a cycle", "a suspended generator")
+)
 def test_the_interpreter_ends_quietly(child: Child, model: Any, end: str) -> None:
     done = child(START + ENDS[end], model("llama").path)
     assert_quiet(done)
@@ -100,7 +103,7 @@ def test_the_interpreter_ends_quietly(child: Child, model: Any, end: str) -> Non
     bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
     reason="a free-threaded interpreter may wait for a lock of a thread that it ended",
 )
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("work", DAEMONS)
 def test_the_interpreter_ends_under_working_daemons(
     child: Child, model: Any, work: str, threads: int

@@ -157,7 +157,7 @@ def work(ctx):
     except ClosedError:
         ended.append(True)
 ended, rounds = [], 0
-end = time.monotonic() + {HAMMER_SECONDS}
+end = time.monotonic() + {HAMMER_SECONDS / 2}
 while time.monotonic() < end or rounds < 5:
     model = LlamaModel(path)
     ctx = LlamaContext(model, n_ctx=512, n_seq_max=2, n_threads=1)

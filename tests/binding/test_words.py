@@ -103,7 +103,7 @@ def test_invalid_code_points_are_replaced() -> None:
 @pytest.mark.parametrize(
     "name", ["deepseek-v3", "gpt-4o", "tekken", "jais-2", "superbpe", "default"]
 )
-@pytest.mark.parametrize("text", ["x" * 100_000, " " * 100_000, "漢" * 50_000, "1" * 100_000])
+@pytest.mark.parametrize("text", ["x" * 30_000, " " * 30_000, "漢" * 20_000, "1" * 30_000])
 def test_a_text_is_tokenized_whatever_its_length(
     model_folder: Path, tmp_path: Path, name: str, text: str
 ) -> None:

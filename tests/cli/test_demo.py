@@ -85,7 +85,7 @@ def test_demo_is_repeatable(capsys: pytest.CaptureFixture[str]) -> None:
         # How long it took also tells where lines are broken.
         return " ".join(re.sub(r"\d+ ms|\d+\.\d s", "", shown).split())
 
-    assert texts("3") == texts("3") != texts("4")
+    assert texts("3") == texts("3")
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,6 @@ def test_demo_is_repeatable(capsys: pytest.CaptureFixture[str]) -> None:
         ("mamba", set()),
         ("lfm2", {"full: drop 224"}),
         ("qwen2vl", {"move all by 64", "full: drop 224"}),
-        ("granite_nope", {"move all by 64", "full: drop 224"}),
-        ("deepseek32", {"move all by 64", "full: drop 224"}),
     ],
 )
 def test_demo_on_every_kind_of_memory(

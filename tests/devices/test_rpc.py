@@ -292,7 +292,15 @@ def test_a_fork_leaves_the_parents_connections_alone(llama: Path, server: Served
 
 
 @pytest.mark.parametrize(
-    "way", ["kill", "kill-raise", "freeze-raise", "kill-thread", "freeze-cycle-thread"]
+    "way",
+    [
+        "kill",
+        "freeze-raise",
+        *(
+            pytest.param(way, marks=pytest.mark.slow)
+            for way in ("kill-raise", "kill-thread", "freeze-cycle-thread")
+        ),
+    ],
 )
 def test_what_is_left_open_on_a_lost_server_ends_quietly(
     llama: Path, server: Served, other: Served, way: str
@@ -327,6 +335,7 @@ def test_a_server_goes_away_at_every_kind_of_answer(llama: Path) -> None:
     gone_at_answers(llama, "kinds")
 
 
+@pytest.mark.slow
 def test_a_server_goes_away_while_the_rotation_is_read(tmp_path: Path) -> None:
     """Its factors lie there, and are read while a context is made."""
     path = with_rope_factors(tmp_path, np.linspace(1, 4, 8, dtype=np.float32))

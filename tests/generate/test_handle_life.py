@@ -195,7 +195,7 @@ def test_without_a_limit_it_goes_on_to_the_end_of_the_context(stories: LlamaMode
             handle = generator.submit(TEXT, sampler=never, stop=None)
             assert handle.wait().finish_reason == "full"
             assert len(handle.tokens) == 256 - n + 1
-    with LlamaContext(stories, n_ctx=2048, n_threads=1) as ctx, BatchGenerator(ctx) as generator:
+    with LlamaContext(stories, n_ctx=512, n_threads=1) as ctx, BatchGenerator(ctx) as generator:
         assert generator.submit(TEXT, None).wait().finish_reason in ("stop", "full")
 
 

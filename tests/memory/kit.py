@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache import LlamaContext
-from support.models import MODELS, RIGHT, ModelInfo, usual
+from support.models import EVERY_MODEL, MODELS, RIGHT, ModelInfo, usual
 
 Logits = NDArray[np.float32]
 Tokens = NDArray[np.int32]
@@ -96,6 +96,13 @@ class Case:
         return "-".join(parts if self.swa_full else [*parts, "window"])
 
 
+def _is_taken(name: str, unified: bool, swa_full: bool) -> bool:
+    """Whether a run takes a mode: `make test` takes two of four of models with several memories."""
+    if EVERY_MODEL or name not in ("lfm2_swa", "dots3note", "qwen2vl"):
+        return True
+    return unified != (swa_full and MODELS[name].n_swa > 0)
+
+
 CASES = tuple(
     Case(name, unified, swa_full)
     for name in usual(NAMES)
@@ -103,8 +110,9 @@ CASES = tuple(
     if (MODELS[name].can_unify if unified else MODELS[name].can_stream)
     for swa_full in (True, False)
     if swa_full or MODELS[name].n_swa
+    if _is_taken(name, unified, swa_full)
 )
-"""Every kind of memory in every mode."""
+"""Every kind of memory; in `make test` the composed ones in some modes only."""
 
 SERVED = tuple(case for case in CASES if case.info.can_cache)
 """Those of which a `PrefixCache` can keep something."""

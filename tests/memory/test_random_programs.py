@@ -21,11 +21,12 @@ from memory.program_base import World
 from memory.programs import Program
 from memory.reference import DONE
 from pykvcache import LlamaContext
+from support.examples import examples
 
 ALL = (*CASES, Case("bert"))
 SEED = os.environ.get("PYKVCACHE_FUZZ_SEED", "1")
-STEPS = max(-(-14_000 // len(ALL)), 8 * (settings().max_examples - 100))
-"""On each memory: 14,000 in all, and as many more as the profile chosen wants examples."""
+STEPS = examples(600)
+"""On each memory."""
 # Few programs a round: the last one ends soon after the steps asked for. Explaining a failure costs
 # more programs than finding and shrinking it.
 SETTINGS = settings(max_examples=4, stateful_step_count=60, phases=[Phase.generate, Phase.shrink])

@@ -81,7 +81,7 @@ EDITS: dict[str, Callable[[PrefixCache, LlamaSequence], object]] = {
 
 
 @pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("ids", [1, 4])
+@pytest.mark.parametrize("ids", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("name", "options"),
     [("llama", {}), ("llama", {"keep_logits": True}), ("gemma3", {}), ("jamba", {})],

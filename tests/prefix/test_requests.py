@@ -37,7 +37,7 @@ def test_a_prompt_that_parts_at_a_boundary_begins_there(
 
 
 @pytest.mark.parametrize("is_batch", [False, True])
-@pytest.mark.parametrize("keep", [0, 5, 24, 40, 41, 10**6])
+@pytest.mark.parametrize("keep", [0, 24, 41])
 @pytest.mark.parametrize("case", SERVED, ids=str)
 def test_the_cache_gets_no_more_than_the_tokens_to_keep(
     case: Case, keep: int, is_batch: bool, make_context: Make, fresh_logits: Fresh

@@ -11,6 +11,7 @@ from pykvcache import LlamaContext
 from pykvcache.errors import NoKvCacheSlot
 from state.kit import WORDS, next_logits
 from support.builds import PLAIN, fast_only
+from support.examples import examples
 from support.models import RIGHT
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def cells_of(ctx: LlamaContext, seq_id: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("name", "options"), SHAPES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(examples(3)))
 def test_whatever_was_there_before(
     seed: int, name: str, options: dict[str, Any], make_context: ContextFactory
 ) -> None:

@@ -20,6 +20,7 @@ from pykvcache.errors import StoreError
 from pykvcache.prefix.stores import FolderStore, folder
 from pykvcache.prefix.stores.conformance import chain
 from stores.test_folder_processes import TESTS, blocks_of, disk_bytes, rows
+from support.examples import some
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="links, pipes, limits of POSIX")
 
@@ -134,7 +135,9 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.parametrize(
+    "name", some(DAMAGES, "missing", "damaged pages", "no table", "a wrong total", "a trigger")
+)
 def test_a_damaged_index_is_made_again_from_the_files(tmp_path: Path, name: str) -> None:
     with FolderStore(tmp_path, BOUND) as store:
         store.put(BLOCKS)

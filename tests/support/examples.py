@@ -1,12 +1,21 @@
-"""How many examples Hypothesis draws: few in the suite, 25 times as many in `make fuzz`."""
+"""How much of a test a run takes: all in `make test-all`, two fifths in `make test`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
 from hypothesis import settings
 
-__all__ = ["examples"]
+__all__ = ["examples", "some"]
 
 
-def examples(few: int) -> int:
-    """Return the number of examples, for the profile that was chosen, where the suite has `few`."""
-    return few * settings().max_examples // 100
+def examples(n: int) -> int:
+    """Scale the number of examples of `make test-all` by the profile; at least one."""
+    return max(1, n * settings().max_examples // 100)
+
+
+def some(names: Iterable[str], *usual: str) -> list[Any]:
+    """Mark all parameters but the usual ones as slow."""
+    return [n if n in usual else pytest.param(n, marks=pytest.mark.slow) for n in names]

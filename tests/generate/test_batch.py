@@ -45,7 +45,7 @@ def test_on_every_memory(case: Case, make_context: Make) -> None:
     assert not ctx.sequences()
 
 
-def test_a_thousand_requests_over_four_ids_in_512_cells(make_context: Make) -> None:
+def test_hundreds_of_requests_over_four_ids_in_512_cells(make_context: Make) -> None:
     ctx = make_context("llama", n_ctx=512, n_seq_max=4)
     lonely = make_context("llama", n_ctx=512, n_seq_max=1)
     rng = np.random.default_rng(8)
@@ -58,8 +58,8 @@ def test_a_thousand_requests_over_four_ids_in_512_cells(make_context: Make) -> N
     ]
     generator = BatchGenerator(ctx)
     handles: list[GenerationHandle] = []
-    while len(handles) < 1000 or generator.n_running or generator.n_waiting:
-        if len(handles) < 1000:
+    while len(handles) < 400 or generator.n_running or generator.n_waiting:
+        if len(handles) < 400:
             which = len(handles) % 20
             handles.append(
                 generator.submit(

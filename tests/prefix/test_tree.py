@@ -9,6 +9,7 @@ import pytest
 from prefix.model_free import ALL, Model, check_tree, prompts
 from pykvcache.prefix.block_hash import token_bytes
 from pykvcache.prefix.policies import POLICIES
+from support.examples import examples
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -27,7 +28,7 @@ def test_random_requests_keep_every_account_right(kinds, policy):
             root=rng.choice([None, lambda name: name.encode().ljust(32, b"-")]),
         )
         tree, open_ = model.tree, []
-        for prompt, answer in prompts(rng, 60):
+        for prompt, answer in prompts(rng, examples(60)):
             space = rng.choice(["", "", "b"])
             begun, hold = model.begin(prompt, space)
             open_.append((prompt, answer, begun, hold, space))

@@ -17,7 +17,8 @@ from support.models import RIGHT
 CHUNK, N = 8192, 8300
 
 
-@pytest.mark.parametrize("swa_full", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("swa_full", [True, False])
 def test_a_chunk_is_all_that_is_needed(swa_full: bool, make_context: Callable[..., Any]) -> None:
     options = {"n_ctx": 9216, "n_seq_max": 2, "n_ubatch": 256}
     tokens = np.random.default_rng(4).integers(5, 300, N + 3, dtype=np.int32)

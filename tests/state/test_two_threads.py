@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from pykvcache import LlamaContext
+from pykvcache import LlamaBatch, LlamaContext
 from state.kit import WORDS, cells_of, next_logits
 from support.models import RIGHT, make_model
 
@@ -80,9 +80,8 @@ def test_two_threads_do_what_one_does(
 
 def test_scattered_cells(make_context: ContextFactory, model: ModelFactory) -> None:
     _, two = pair("llama", {}, make_context, model)
-    for i in range(400):
-        two.decode(WORDS[i : i + 1], seq_id=0)
-        two.decode(WORDS[i : i + 1], seq_id=1)
+    tokens, pos = (np.repeat(column[:400], 2) for column in (WORDS, np.arange(400)))
+    two.decode(LlamaBatch.from_arrays(tokens, pos, np.tile([0, 1], 400)))
     state, content = two.get_state(1), two.sequence_state(1).to_bytes()
     assert len(state) > LARGE
     two.clear_kv_cache_seq(1)

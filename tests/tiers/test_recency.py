@@ -79,11 +79,11 @@ def test_the_command_trims_what_was_used_longest_ago(
         with PrefixCache(
             ctx, block_size=SIZE, tiers=[open_store(address, **options)], **WAIT
         ) as cache:
-            for prompt in (*prompts, *prompts[:2]):
+            for i, prompt in enumerate((*prompts, *prompts[:2])):
                 with cache.sequence(prompt) as sequence:
                     sequence.evaluate()
                 assert cache.flush(60)
-                if where == "redis":
+                if where == "redis" and i in (4, 5):
                     time.sleep(1.05)  # its clock of uses has seconds
             cache._link.tiers.tiers[0].sealed.store.close()
         with open_store(address, **options) as store:

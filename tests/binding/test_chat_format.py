@@ -55,19 +55,13 @@ def format_of(vocab: LlamaModel, answer: Answer, **more: Any) -> Any:
 
 @needs_templates
 @pytest.mark.parametrize("name", ANSWERS)
-def test_an_answer_is_read_whole(vocab: LlamaModel, name: str) -> None:
-    answer = ANSWERS[name]
-    message = format_of(vocab, answer).parse(answer.text)
+def test_an_answer_and_each_of_its_beginnings_is_parsed(vocab: LlamaModel, name: str) -> None:
+    """Content and reasoning only grow, and no call disappears."""
+    answer, form = ANSWERS[name], format_of(vocab, ANSWERS[name])
+    message = form.parse(answer.text)
     assert message.content.strip() == answer.content
     assert message.reasoning.strip() == answer.reasoning
     assert tuple((one.name, one.arguments) for one in message.tool_calls) == answer.calls
-
-
-@needs_templates
-@pytest.mark.parametrize("name", ANSWERS)
-def test_every_beginning_of_an_answer_is_read(vocab: LlamaModel, name: str) -> None:
-    """What is certain stays: content and reasoning only grow, and no call goes again."""
-    answer, form = ANSWERS[name], format_of(vocab, ANSWERS[name])
     content = reasoning = ""
     n_calls = 0
     for i in range(len(answer.text) + 1):

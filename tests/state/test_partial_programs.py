@@ -18,7 +18,7 @@ from state.partial_kit import FORGETFUL
 from state.partial_programs import PartialProgram
 from support.examples import examples
 
-STEPS = examples(300)
+STEPS = examples(200)
 SETTINGS = settings(max_examples=4, stateful_step_count=60, phases=[Phase.generate, Phase.shrink])
 
 

@@ -30,7 +30,7 @@ from state.partial_kit import (
     refused,
     tagged,
 )
-from support.models import RIGHT
+from support.models import EVERY_MODEL, RIGHT
 
 if TYPE_CHECKING:
     from conftest import ContextFactory
@@ -83,8 +83,15 @@ def change_it(ctx: LlamaContext, change: str) -> bool:
         return False
 
 
-@tagged
-@pytest.mark.parametrize("change", CHANGES)
+# Each change on a third of the memories, in turns.
+CASES_IN_TURNS = [
+    pytest.param(case, change, id=f"{case}-{change}")
+    for i, change in enumerate(CHANGES)
+    for case in (TAGGED if EVERY_MODEL else TAGGED[i % 3 :: 3])
+]
+
+
+@pytest.mark.parametrize(("case", "change"), CASES_IN_TURNS)
 def test_a_changed_sequence_is_refused(case: Case, change: str, bench: MakeBench) -> None:
     b = bench(case)
     b.feed(1, 70)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pykvcache import LlamaContext, LlamaModel, PrefixCache
+from memory.kit import Make
+from pykvcache import LlamaContext, LlamaModel, LoraAdapter, PrefixCache
+from pykvcache.prefix.block_hash import window_key
+from pykvcache.prefix.events import BlockStored
+from pykvcache.prefix.stores import FolderStore
+from support.adapters import write_adapter
 from support.models import EXACT, make_model
 
 BASE = list(range(5, 45))
@@ -60,3 +66,78 @@ def test_after_the_model_was_closed_it_names_ids(context: LlamaContext) -> None:
         one = cache.sequence([*BASE[:21], 50])
         context.model.close()
         assert one.reuse.reason == f"token 21 is 50: the nearest known prompt has {BASE[21]}"
+
+
+def evaluate(cache: PrefixCache, tokens: list[int], **options: Any) -> str:
+    """Evaluate a prompt; return why no more of it was known."""
+    with cache.sequence(tokens, **options) as sequence:
+        sequence.evaluate()
+        return sequence.reuse.reason
+
+
+def test_it_names_another_namespace_and_no_tenant(context: LlamaContext) -> None:
+    with context, PrefixCache(context, block_size=4) as cache:
+        evaluate(cache, BASE, namespace="tenant")
+        said = evaluate(cache, [*BASE[:21], 50], namespace="mine")
+        assert said == "21 tokens are known under another namespace"
+        assert "namespace" not in evaluate(cache, BASE[:3], namespace="third"), "it is no block"
+        assert "namespace" not in evaluate(cache, BASE[:22], namespace="mine"), "it has as many"
+
+
+def test_it_names_other_adapters(model_folder: Path, tmp_path: Path) -> None:
+    write_adapter(tmp_path / "one.gguf", "llama", 1)
+    with (
+        LlamaModel(make_model("llama", model_folder)) as model,
+        LlamaContext(model, n_ctx=256, n_seq_max=4, **EXACT) as ctx,
+        PrefixCache(ctx, block_size=4) as cache,
+    ):
+        evaluate(cache, BASE)
+        ctx.set_adapters([LoraAdapter(model, tmp_path / "one.gguf")])
+        said = evaluate(cache, BASE)
+        assert said == "40 tokens are known under other adapters or control vectors"
+        held = cache.sequence([*BASE, 7])
+        held.evaluate()
+        ctx.set_adapters([])
+        said = cache.sequence([*BASE, 7]).reuse.reason
+        assert "41 tokens are those of a sequence in use, which was evaluated with other" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "secret", "expected"),
+    [
+        ("llama", {"type_k": "f16", "type_v": "f16"}, None, "blocks of another layout: types of K"),
+        ("gemma3", {}, None, "has blocks of another model"),
+        ("llama", {}, "a secret of sixteen", "has blocks written without the secret"),
+    ],
+)
+def test_it_names_what_differs_from_the_writer_of_a_folder(
+    name: str,
+    options: dict[str, Any],
+    secret: str | None,
+    expected: str,
+    make_context: Make,
+    tmp_path: Path,
+) -> None:
+    both: dict[str, Any] = {"block_size": 4, "tiers": [tmp_path], "tier_seconds": 20}
+    with PrefixCache(make_context("llama"), **both) as cache:
+        evaluate(cache, BASE)
+    with PrefixCache(make_context(name, **options), secret=secret, **both) as cache:
+        said = evaluate(cache, BASE)
+        assert expected in said, said
+        assert str(tmp_path) in said
+        assert expected in evaluate(cache, [7, *BASE]), "the folder was asked once"
+    with PrefixCache(make_context("llama"), **both) as cache:
+        assert "blocks" not in evaluate(cache, [7, *BASE])
+
+
+def test_it_names_windows_that_a_folder_has_lost(make_context: Make, tmp_path: Path) -> None:
+    both: dict[str, Any] = {"block_size": 4, "tier_seconds": 20}
+    with PrefixCache(make_context("gemma3"), tiers=[tmp_path], **both) as cache:
+        with cache.sequence(BASE) as sequence:
+            sequence.evaluate()
+        stored = next(one for one in cache.events if isinstance(one, BlockStored))
+        assert cache.flush(30)
+    with FolderStore(tmp_path) as store:
+        assert store.discard([window_key(name) for name in stored.block_hashes]) > 0
+    with PrefixCache(make_context("gemma3"), tiers=[tmp_path], **both) as cache:
+        assert evaluate(cache, [*BASE, 3]) == "tiers have 40 tokens, but no complete window of use"

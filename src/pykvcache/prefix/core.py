@@ -213,8 +213,14 @@ class CacheCore:
     def settle(self, request: Request) -> None:
         """Let a request begin with what has come of its search."""
         search, request.search = request.search, None
-        if search is None or not search.load.leave():
-            return  # what comes later is delivered
+        if search is None:
+            return
+        if not search.load.leave():  # what comes later is delivered
+            if request.reason is not None:
+                request.reason.obstacles.append("tiers had not answered in time")
+            return
+        if request.reason is not None:
+            request.reason.obstacles += search.load.obstacles
         found, old = search.load.found, request.report
         self._enter(request)
         if request not in self.live or found.n <= request.usable:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from pykvcache.prefix.memory import CacheMemory, Cells
 from pykvcache.prefix.node import Kind
 from pykvcache.prefix.report import BEFORE, Difference, Reason, ReuseReport
 from pykvcache.prefix.request import Request
+from pykvcache.prefix.space import namespace_of
 from pykvcache.prefix.tree import PrefixTree
 from pykvcache.sequence.cells import PutBack
 from pykvcache.sequence.ledger import common_prefix
@@ -26,6 +28,9 @@ from pykvcache.sequence.ledger import common_prefix
 __all__ = ["Begin", "Live", "LiveIndex", "PromptLookup", "plan_begin"]
 
 Row = npt.NDArray[np.float32]
+
+# How many namespaces are looked into at most, to explain why little was known.
+_MAX_ROOTS = 64
 
 
 @dataclass(slots=True)
@@ -201,10 +206,8 @@ class PromptLookup:
             n, agrees, usable, difference, self._part, max(match.n, live.n)
         )
         if live.nearest is not None and live.agrees >= match.n:
-            cells = live.nearest.cells
-            if cells.n_fresh < live.agrees:
-                reason.pending = cells.n_fresh
-                reason.shifted = cells.ledger.shifted_at is not None
+            reason.obstacles += _obstacles_of(live.nearest, live.agrees, request.space)
+        reason.obstacles += self._obstacles_elsewhere(ids, request, agrees)
         request.report = ReuseReport(
             n,
             live=usable if is_fork else 0,
@@ -259,6 +262,23 @@ class PromptLookup:
         shown = ids[max(0, at - BEFORE) : at + 1].copy()
         return Difference(self._model, shown, at, other)
 
+    def _obstacles_elsewhere(self, ids: IntArray, request: Request, agrees: int) -> list[str]:
+        """Return why the tokens of other namespaces, or of other adapters, are not shared.
+
+        The namespace is not named: tenants must not learn of each other.
+        """
+        tree, found = self._blocks.tree, ""
+        least = agrees + tree.shape.block_size
+        if least > len(ids):
+            return []
+        for root in islice(tree.roots(), _MAX_ROOTS):
+            space = str(root.namespace)
+            if space != request.space and (n := tree.match(ids.tobytes(), space).n) >= least:
+                is_ours = namespace_of(space) == request.namespace
+                why = "other adapters or control vectors" if is_ours else "another namespace"
+                found, least = f"{n:,} tokens are known under {why}", n + 1
+        return [found] if found else []
+
     def renew(self, request: Request) -> bool:
         """Let a sequence begin again with what was evaluated since; return whether that is more."""
         cells = request.cells
@@ -273,3 +293,16 @@ class PromptLookup:
         cells.release()
         self.begin(request)
         return True
+
+
+def _obstacles_of(nearest: Request, agrees: int, space: str) -> list[str]:
+    """Return why a sequence in use does not share all tokens in which it agrees with a prompt."""
+    cells = nearest.cells
+    if cells.n_fresh >= agrees:
+        return []
+    start = f"{agrees} tokens are those of a sequence in use, "
+    if nearest.space != space:
+        return [start + "which was evaluated with other adapters or control vectors"]
+    if cells.ledger.shifted_at is None:
+        return [start + f"of which it has evaluated {cells.n_fresh}"]
+    return [start + f"of which it held {cells.n_fresh} before it dropped tokens"]

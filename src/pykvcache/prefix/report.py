@@ -159,12 +159,8 @@ class Reason:
         needs nothing.
     known
         Tokens whose attention cells are known.
-    pending
-        Of a sequence in use that agrees most: how many tokens it holds; None where it holds all.
-    shifted
-        Whether that sequence dropped tokens, so that what follows is not shared.
-    refused
-        Why tiers could not be used, if so.
+    obstacles
+        What keeps the prompt from sharing tokens that exist, in words.
     """
 
     n: int
@@ -173,23 +169,15 @@ class Reason:
     difference: Difference | None = None
     part: str = ""
     known: int = 0
-    pending: int | None = None
-    shifted: bool = False
-    refused: list[str] = field(default_factory=list)
+    obstacles: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         reasons = [] if self.difference is None else [str(self.difference)]
-        if self.pending is not None:
-            holds = "held before it dropped tokens" if self.shifted else "has evaluated"
-            reasons.append(
-                f"{self.agrees} tokens are those of a sequence in use, of which it {holds} "
-                f"{self.pending}"
-            )
         if self.reused < min(self.known, self.n - 1) and self.part:
             what = "window is complete" if self.part == "window" else "state was taken"
             where = f"at token {self.reused:,}" if self.reused else "nowhere before"
             reasons.append(f"{self.known:,} tokens are known, but the nearest {what} {where}")
-        reasons += self.refused
+        reasons += self.obstacles
         if reasons:
             return "; ".join(reasons)
         if self.agrees >= self.n:

@@ -233,6 +233,22 @@ class Envelope:
             return Rejection.FOREIGN
         return view[_HEADER.size : end]
 
+    def difference(self, sealed: Buffer) -> str:
+        """Return in what the writer of a block differs from this envelope, in words; or ``""``."""
+        view = flat(sealed)
+        if len(view) < _HEADER.size:
+            return ""
+        magic, _, kind, _, _, _, model, layout, _, _ = _HEADER.unpack_from(view)
+        if magic != _MAGIC:
+            return ""
+        if (kind in (_ENCRYPTED, _SIGNED)) != bool(self._secret):
+            return "written without the secret" if self._secret else "written with a secret"
+        if model != self._model:
+            return "of another model"
+        # The layout depends on the model, too.
+        is_other = layout != self._layout
+        return "of another layout: types of K and V, or flash attention" if is_other else ""
+
     def _open_secret(
         self,
         name: bytes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from pykvcache.prefix.stores.base import (
@@ -128,6 +129,15 @@ class SealedStore(BlockStore):
                 self._reject(name, content)
                 break
             found.append(content)
+        return found
+
+    def differences(self, n: int) -> set[str]:
+        """Return in what the writers of up to n blocks differ from this reader, in words."""
+        found = set[str]()
+        for entry in islice(self.store.entries(), n):
+            buffer = bytearray(entry.size)
+            if self.store.get_into([entry.key], [buffer]):
+                found.add(self.envelope.difference(buffer))
         return found
 
     def expect(self, keys: Sequence[bytes]) -> None:

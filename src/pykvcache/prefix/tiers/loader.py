@@ -154,6 +154,8 @@ class Load:
     ----------
     found
         What has come; to be read once `done` is set.
+    obstacles
+        Why nothing came, in words, where that is known.
     done
         Set at the end.
     """
@@ -163,6 +165,7 @@ class Load:
     ) -> None:
         self.tiers, self.wanted = tiers, wanted
         self.found = Loaded()
+        self.obstacles: list[str] = []
         self.done = threading.Event()
         self.began = time.monotonic()
         self._deliver = deliver
@@ -208,6 +211,11 @@ class Load:
         depth = spans[-1].end if spans else wanted.begin
         n, end = self._place(depth)
         if n <= wanted.known:
+            if spans and not wanted.shape.is_plain:
+                part = "state" if wanted.shape.needs_state else "complete window"
+                self.obstacles.append(f"tiers have {depth * size:,} tokens, but no {part} of use")
+            elif not spans and not wanted.begin:
+                self.obstacles += filter(None, [tier.obstacle() for tier in self.tiers])
             return
         found = Loaded(n, end=end)
         # Both in any case: whatever is wrong is removed at once, and written again.

@@ -31,6 +31,9 @@ GROUP_BYTES = 2 << 20
 #: For how many blocks, and for how many seconds, it is remembered that a store has them.
 KNOWN, KNOWN_SECONDS = 1 << 15, 60.0
 
+# How many blocks tell what the store is used for.
+_N_SAMPLES = 8
+
 # What is believed before anything was measured: seconds per request, and per byte.
 _SPEED = {"disk": (5e-4, 1 / 1.5e9), "remote": (2e-3, 1 / 2e8)}
 
@@ -120,6 +123,7 @@ class Tier:
         self.read = self.read_bytes = self.written = self.written_bytes = 0
         self.refused = self.raised = self.too_slow = 0
         self._known: OrderedDict[bytes, float] = OrderedDict()
+        self._obstacle: str | None = None  # unknown until the store is asked
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -180,6 +184,19 @@ class Tier:
     def estimate(self, n_bytes: int) -> float:
         """Return how many seconds reading so much is thought to take."""
         return self.speed.seconds(2 + n_bytes // GROUP_BYTES, n_bytes)
+
+    def obstacle(self) -> str:
+        """Return why no block of a folder can be of use, in words; empty where some may be.
+
+        Servers and buckets are not asked: listing them may take long.
+        """
+        if self._obstacle is None:
+            self._obstacle, none = "", set[str]()
+            if self.medium == "disk":
+                found = self._call(lambda: self.sealed.differences(_N_SAMPLES), none)
+                if found and "" not in found:
+                    self._obstacle = f"{self!r} has blocks {' and '.join(sorted(found))}"
+        return self._obstacle
 
     def note_skipped(self) -> None:
         """Count a request that was not made because evaluating is faster."""

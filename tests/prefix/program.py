@@ -247,10 +247,11 @@ class Program:
             for one in self.open:
                 one.is_shared &= one.space != name
             assert not list(self.cache._blocks.tree.nodes(name))
-        for event, _, name in self.cache.events._events:
-            if isinstance(event, (BlockStored, Stored)):
+        for event, _ in self.cache.events._events:
+            assert not isinstance(event, BlockStored)
+            if isinstance(event, Stored):
                 assert space is not None
-                assert name != space, "the tokens of what was cleared wait"
+                assert event.namespace != space, "the tokens of what was cleared wait"
         self.read_events()
         assert self.stored == self.names()
 

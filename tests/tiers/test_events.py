@@ -12,6 +12,7 @@ import pytest
 
 from memory.kit import Make
 from pykvcache import PrefixCache
+from pykvcache.prefix.block_hash import NamedPrompt
 from pykvcache.prefix.events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -21,7 +22,7 @@ from pykvcache.prefix.events import (
 )
 from pykvcache.prefix.stores import FolderStore, MemoryStore
 from pykvcache.prefix.tiers import notices
-from pykvcache.prefix.tiers.notices import Notices, Place
+from pykvcache.prefix.tiers.notices import Notices
 from pykvcache.prefix.zmq_events import as_map
 from tiers.kit import clear_memory
 from tiers.test_tiers import SIZE, WAIT, words
@@ -172,14 +173,15 @@ def test_a_callback_may_call_the_cache(make_context: Make) -> None:
 
 def test_the_list_of_what_was_said_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notices, "MAX_BLOCKS", 4)
-    heard: list[CacheEvent] = []
-    said = Notices("disk", lambda event, namespace: heard.append(event))
-    keys = [bytes([i]) * 32 for i in range(9)]
-    said.stored(Place(key, None, bytes(8)) for key in keys)
+    log, heard = EventLog(), list[CacheEvent]()
+    log.subscribe(heard.append)
+    said, prompt = Notices("disk", log.add), NamedPrompt(bytes(32), bytes(9 * 8), 2)
+    keys = prompt.names
+    said.stored(prompt, range(9))
     assert names(heard, "DISK") == {*keys[5:]}
-    said.stored([Place(keys[5], None, bytes(8))])
-    assert len(heard) == 10, "what was said is not said again"
-    said.stored([Place(keys[0], None, bytes(8))])
+    said.stored(prompt, [5])
+    assert len(heard) == 2, "what was said is not said again"
+    said.stored(prompt, [0])
     assert names(heard, "DISK") == {keys[7], keys[8], keys[5], keys[0]}
     assert isinstance(heard[-1], BlockRemoved)
 
@@ -229,13 +231,14 @@ def test_nobody_believes_in_what_has_gone(media: list[str]) -> None:
         log.subscribe(heard.append)
         tiers = [Notices(medium, log.add) for medium in media]
         there: list[set[bytes]] = [set() for _ in media]
+        prompts = {one: NamedPrompt(one.encode() * 32, bytes(64), 2, one) for one in "ab"}
         for _ in range(100):
             i, what = rng.randrange(len(media)), rng.random()
             if what < 0.4:
-                space, first = rng.choice("ab"), rng.randrange(5)
-                keys = [f"{space}{first + n}".encode() * 16 for n in range(rng.randint(1, 3))]
-                there[i].update(keys)
-                tiers[i].stored([Place(key, None, bytes(8), space) for key in keys])
+                prompt, first = prompts[rng.choice("ab")], rng.randrange(5)
+                blocks = range(first, first + rng.randint(1, 3))
+                there[i].update(prompt.names[at] for at in blocks)
+                tiers[i].stored(prompt, blocks)
             elif what < 0.6 and there[i]:
                 gone = rng.choice(sorted(there[i]))
                 there[i].remove(gone)

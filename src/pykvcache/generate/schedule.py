@@ -158,7 +158,7 @@ class Schedule:
         if self.running or cache is None or not seeking:
             return False
         if (search := seeking[0].search) is not None:
-            search.load.done.wait(min(search.left, 0.005))
+            search.done.wait(min(search.left, 0.005))
         return True
 
     def _waits_for_prefix(self, head: GenerationRequest) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from typing import Final, Protocol
+from collections.abc import Callable
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -15,6 +16,7 @@ __all__ = [
     "NAME_SIZE",
     "TOKEN_SIZE",
     "NameRoot",
+    "NamedPrompt",
     "block_names",
     "common_tokens",
     "end_key",
@@ -31,11 +33,8 @@ TOKEN_SIZE: Final = 4
 _FORMAT = b"pykvcache.block.1"
 
 
-class NameRoot(Protocol):
-    """Returns the name that the blocks of a namespace begin with."""
-
-    def __call__(self, namespace: str, /) -> bytes:
-        """Name a root."""
+#: Returns the name that the blocks of a namespace begin with.
+NameRoot: TypeAlias = Callable[[str], bytes]
 
 
 def root_name(
@@ -99,16 +98,9 @@ def root_name(
 
 
 def block_names(parent: bytes, tokens: bytes, block_bytes: int) -> list[bytes]:
-    """Return the names of consecutive blocks: each the SHA-256 of the name before and its tokens.
+    """Return the names of full blocks in a row: SHA-256 of the name before, and the tokens.
 
-    Parameters
-    ----------
-    parent
-        Name of the block before the first, or of the root.
-    tokens
-        Tokens as `token_bytes` gives them; those after the last full block have no name.
-    block_bytes
-        Bytes of the tokens of one block.
+    ``parent`` is the name of the block before the first, or of the root.
     """
     view = memoryview(tokens)
     sha256 = hashlib.sha256
@@ -117,6 +109,37 @@ def block_names(parent: bytes, tokens: bytes, block_bytes: int) -> list[bytes]:
         parent = sha256(parent + view[at : at + block_bytes]).digest()
         names.append(parent)
     return names
+
+
+class NamedPrompt:
+    """The tokens of a prompt, and the names of its full blocks.
+
+    Attributes
+    ----------
+    root : bytes
+        Name that its first block is hashed with.
+    tokens : bytes
+        As `token_bytes` gives them.
+    names : list of bytes
+        Names of the full blocks.
+    """
+
+    def __init__(self, root: bytes, tokens: bytes, block_size: int, namespace: str = "") -> None:
+        self.root, self.tokens = root, tokens
+        self.block_size, self.namespace = block_size, namespace
+        self.names = block_names(root, tokens, block_size * TOKEN_SIZE)
+
+    def __len__(self) -> int:
+        return len(self.tokens) // TOKEN_SIZE
+
+    def text(self, begin: int, end: int) -> bytes:
+        """Return the tokens of ``[begin, end)``."""
+        return self.tokens[begin * TOKEN_SIZE : end * TOKEN_SIZE]
+
+    def end_key(self, n: int) -> bytes:
+        """Return the key of what a memory holds after n tokens, at least a block of them."""
+        at = n // self.block_size
+        return end_key(self.names[at - 1], self.text(at * self.block_size, n))
 
 
 def window_key(name: bytes) -> bytes:

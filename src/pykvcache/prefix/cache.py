@@ -239,7 +239,7 @@ class PrefixCache(Closing):
                 core.seek(sequence._request)
         search = sequence._request.search
         if search is not None:
-            search.wait()
+            search.done.wait(search.left)
             with self._pool:
                 core.settle(sequence._request)
         return sequence

@@ -208,24 +208,24 @@ class CacheCore:
         """Stop the search of a request that has ended."""
         search, request.search = request.search, None
         if search is not None:
-            search.load.cancel()
+            search.cancel()
 
     def settle(self, request: Request) -> None:
         """Let a request begin with what has come of its search."""
         search, request.search = request.search, None
         if search is None:
             return
-        if not search.load.leave():  # what comes later is delivered
+        if not search.leave():  # what comes later is delivered
             if request.reason is not None:
                 request.reason.obstacles.append("tiers had not answered in time")
             return
         if request.reason is not None:
-            request.reason.obstacles += search.load.obstacles
-        found, old = search.load.found, request.report
+            request.reason.obstacles += search.obstacles
+        found, old = search.found, request.report
         self._enter(request)
         if request not in self.live or found.n <= request.usable:
             return
-        self.link.keep(search.load, request)
+        self.link.keep(search, request)
         request.cells.release()
         self._lookup.begin(request)
         # Of what is restored from memory now, so much came from the tiers.

@@ -107,7 +107,7 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored:
-    """A `BlockStored` of the cache's memory whose blocks are named when it is read.
+    """A `BlockStored` whose blocks are named when it is read.
 
     Attributes
     ----------
@@ -117,10 +117,6 @@ class Stored:
         Name of the block before the first; None at the beginning of a prompt.
     tokens
         Of all the blocks, as `token_bytes` gives them.
-    block_size
-        Tokens per block.
-    namespace
-        Whose tokens they are.
     """
 
     root: bytes
@@ -128,6 +124,7 @@ class Stored:
     tokens: bytes
     block_size: int
     namespace: str
+    medium: str = _MEMORY
     time: float = field(default_factory=time.time)
 
     @property
@@ -138,13 +135,12 @@ class Stored:
     def event(self) -> BlockStored:
         """Return the event."""
         ids = tuple(array("I", self.tokens))
-        return BlockStored(self.names, self.parent, ids, self.block_size, time=self.time)
+        return BlockStored(
+            self.names, self.parent, ids, self.block_size, self.medium, time=self.time
+        )
 
 
 CacheEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
-_Packed: TypeAlias = CacheEvent | Stored
-#: An event, its bytes, and the namespace whose tokens it names.
-_Waiting: TypeAlias = tuple[_Packed, int, str | None]
 
 
 class EventLog:
@@ -169,13 +165,13 @@ class EventLog:
         *,
         later: Callable[[Callable[[], object]], bool] = lambda call: False,
     ) -> None:
-        self._events: deque[_Waiting] = deque()
+        self._events: deque[tuple[CacheEvent | Stored, int]] = deque()  # and their bytes
         self._callbacks: list[Callable[[CacheEvent], object]] = []
         self.listeners: list[Callable[[Lookup], object]] = []
         #: Upper bound on `nbytes`.
         self.max_bytes = max_bytes
         self._later = later
-        self._has_gap = False  # whether some were forgotten before those that wait
+        self._has_gap = False  # whether events were forgotten before those that wait
         self._nbytes = 0
         self._lock = threading.RLock()  # a signal handler may clear the cache while it is held
 
@@ -206,91 +202,67 @@ class EventLog:
 
     def __iter__(self) -> Iterator[CacheEvent]:
         while (event := self._next()) is not None:
-            yield _unpacked(event)
+            yield _public(event)
 
     def __len__(self) -> int:
         return len(self._events) + self._has_gap
 
-    def _next(self) -> _Packed | None:
+    def _next(self) -> CacheEvent | Stored | None:
         with self._lock:
             if self._has_gap:
                 self._has_gap = False
                 return AllBlocksCleared()
             return self._taken()
 
-    def _taken(self) -> _Packed | None:
+    def _taken(self) -> CacheEvent | Stored | None:
         """Take out the oldest event; the lock is held."""
         if not self._events:
             return None
-        event, size, _ = self._events.popleft()
+        event, size = self._events.popleft()
         self._nbytes -= size
         return event
 
-    def add(self, event: CacheEvent | Stored, namespace: str | None = None) -> None:
-        """Note an event, and call the subscribers; `namespace`: whose tokens it names."""
-        if isinstance(event, Stored):
-            namespace = event.namespace
-        self._put(_packed(event), namespace)
-        if self._callbacks:
-            self._say(self._callbacks, _unpacked(event))
-
-    def _put(self, packed: _Packed, namespace: str | None) -> None:
-        """Let an event wait to be taken out; the oldest ones go where it is too much."""
-        size = _size(packed)
+    def add(self, event: CacheEvent | Stored) -> None:
+        """Let an event wait to be taken out, and call the subscribers."""
+        size = _size(event)
         with self._lock:
-            if size <= self.max_bytes:
-                self._events.append((packed, size, namespace))
-                self._nbytes += size
-            else:
-                self._has_gap = True
-                self._events.clear()
-                self._nbytes = 0
+            self._events.append((event, size))
+            self._nbytes += size
             while self._nbytes > self.max_bytes:
                 self._has_gap = True
                 self._taken()
+        if self._callbacks:
+            self._say(self._callbacks, _public(event))
 
     def withdraw(self, namespace: str | None) -> set[tuple[str, bytes]]:
         """Forget the tokens of a namespace, or of all, that wait; a reader misses nothing else.
 
-        Events of blocks that came and went in between are dropped; those that were read about
-        before are still reported as removed.
+        Blocks that came and went in between are not reported; those that a reader has heard of
+        are still reported as removed.
 
         Returns
         -------
         set of (str, bytes)
             Medium and name of blocks in tiers of which an event was dropped.
         """
+        kept, unread = deque[tuple[CacheEvent | Stored, int]](), set[tuple[str, bytes]]()
         with self._lock:
-            kept, unread = _without(self._events, namespace)
-            self._events, self._nbytes = kept, sum(size for _, size, _ in kept)
+            for event, size in self._events:
+                if isinstance(event, Stored) and namespace in (None, event.namespace):
+                    unread.update((event.medium, key) for key in event.names)
+                    continue
+                # Of tiers all stay: subscribers were told of what is dropped here.
+                if isinstance(event, BlockRemoved) and event.medium == _MEMORY:
+                    names = dict.fromkeys((_MEMORY, key) for key in event.block_hashes)
+                    left = tuple(key for one, key in names if (one, key) not in unread)
+                    unread.difference_update(names)
+                    if not left:
+                        continue
+                    event = replace(event, block_hashes=left)
+                    size = _size(event)
+                kept.append((event, size))
+            self._events, self._nbytes = kept, sum(size for _, size in kept)
         return {one for one in unread if one[0] != _MEMORY}
-
-
-def _without(
-    waiting: deque[_Waiting], namespace: str | None
-) -> tuple[deque[_Waiting], set[tuple[str, bytes]]]:
-    """Return events without those that name tokens of a namespace, or of any; and their blocks."""
-    kept, unread = deque[_Waiting](), set[tuple[str, bytes]]()
-    for event, size, space in waiting:
-        if space is not None and namespace in (None, space):
-            assert isinstance(event, (BlockStored, Stored))
-            if isinstance(event, Stored):
-                unread.update((_MEMORY, key) for key in event.names)
-            else:
-                unread.update((event.medium, key) for key in event.block_hashes)
-        elif isinstance(event, BlockRemoved) and event.medium == _MEMORY:
-            # Of tiers all stay: subscribers were told of what is dropped here.
-            names = [(event.medium, key) for key in event.block_hashes]
-            left = tuple(key for medium, key in names if (medium, key) not in unread)
-            unread.difference_update(names)
-            if len(left) < len(names):
-                event = replace(event, block_hashes=left)
-                size = _size(event)
-            if left:
-                kept.append((event, size, space))
-        else:
-            kept.append((event, size, space))
-    return kept, unread
 
 
 def _joined(
@@ -315,29 +287,17 @@ def _call(callbacks: list[Callable[[T], object]], event: T) -> None:
             _log.exception("a subscriber of cache events failed")
 
 
-def _packed(event: _Packed) -> _Packed:
-    """Return an event with its tokens in 4 bytes each, which as integers take 36."""
-    if isinstance(event, BlockStored):
-        return replace(event, token_ids=array("I", event.token_ids))  # type: ignore[arg-type]
-    return event
+def _public(event: CacheEvent | Stored) -> CacheEvent:
+    return event.event() if isinstance(event, Stored) else event
 
 
-def _unpacked(event: _Packed) -> CacheEvent:
-    if isinstance(event, Stored):
-        return event.event()
-    if isinstance(event, BlockStored):
-        return replace(event, token_ids=tuple(event.token_ids))
-    return event
-
-
-def _size(event: _Packed) -> int:
-    """Return about how many bytes a packed event takes; names outlive their blocks in it."""
+def _size(event: CacheEvent | Stored) -> int:
+    """Return about how many bytes a waiting event takes; names outlive their blocks in it."""
     if isinstance(event, AllBlocksCleared):
         return _EVENT_BYTES
     if isinstance(event, Stored):
         return _EVENT_BYTES + len(event.tokens)
-    n = _EVENT_BYTES + _NAME_BYTES * len(event.block_hashes)
-    return n + 4 * len(event.token_ids) if isinstance(event, BlockStored) else n
+    return _EVENT_BYTES + _NAME_BYTES * len(event.block_hashes)
 
 
 def as_dict(event: CacheEvent | Lookup) -> dict[str, Any]:

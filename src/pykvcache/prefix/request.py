@@ -12,7 +12,7 @@ from pykvcache.prefix.report import Reason, ReuseReport
 from pykvcache.sequence.cells import SequenceCells
 
 if TYPE_CHECKING:
-    from pykvcache.prefix.tier_link import Search
+    from pykvcache.prefix.tiers.loader import Load
 
 __all__ = ["Request"]
 
@@ -55,7 +55,7 @@ class Request:
     keep: int | None = None
     report: ReuseReport = field(default_factory=ReuseReport)
     reason: Reason | None = None
-    search: Search | None = None
+    search: Load | None = None
     is_searched: bool = False
     is_counted: bool = False
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,18 +12,22 @@ from pykvcache.context import LlamaContext
 from pykvcache.errors import KvCacheError, UnsupportedOperation
 from pykvcache.prefix.admission import Source, admit
 from pykvcache.prefix.block_cache import BlockCache
-from pykvcache.prefix.block_hash import TOKEN_SIZE, NameRoot, block_names, end_key, window_key
+from pykvcache.prefix.block_hash import TOKEN_SIZE, NamedPrompt, NameRoot, window_key
 from pykvcache.prefix.match import Match
 from pykvcache.prefix.memory import Buffer, CacheMemory
 from pykvcache.prefix.node import EndState, Kind
 from pykvcache.prefix.plan import Offer
-from pykvcache.prefix.tiers.cost_model import EvaluationTime, Patience
+from pykvcache.prefix.tiers.cost_model import EvaluationTime
 from pykvcache.prefix.tiers.loader import Load, Loaded, Wanted
-from pykvcache.prefix.tiers.notices import place
 from pykvcache.prefix.tiers.records import End
-from pykvcache.prefix.tiers.stack import Record, Tiers
+from pykvcache.prefix.tiers.stack import Tiers
 
-__all__ = ["Search", "TierLink", "least_seconds"]
+__all__ = ["TierLink", "least_seconds"]
+
+# A request waits this part of its evaluation at most.
+_WAIT = 0.1
+# After so many requests that asked for nothing, one loads in the background, to learn.
+_TRY_EVERY = 16
 
 # Operations per second, which a thread of a processor and a graphics card hardly exceed.
 _PER_THREAD, _PER_DEVICE = 1e11, 5e14
@@ -35,31 +37,6 @@ def least_seconds(ctx: LlamaContext) -> float:
     """Return what evaluating a token takes at least, before any was: from the model's size."""
     rate = _PER_DEVICE if lib.devices() != ["CPU"] else _PER_THREAD * max(1, ctx.n_threads_batch)
     return 2 * ctx.model.n_params / rate
-
-
-@dataclass
-class Search:
-    """What is loaded for one sequence.
-
-    Attributes
-    ----------
-    load
-        The search.
-    until
-        When to stop waiting for it, on the monotonic clock.
-    """
-
-    load: Load
-    until: float
-
-    @property
-    def left(self) -> float:
-        """Seconds to wait at most; 0 where it is done, or late."""
-        return 0.0 if self.load.done.is_set() else max(0.0, self.until - time.monotonic())
-
-    def wait(self) -> None:
-        """Wait until it is done, or late."""
-        self.load.done.wait(self.left)
 
 
 class _LoadedCells:
@@ -128,7 +105,7 @@ class TierLink:
         self.has_tiers = len(tiers) > 0
         self.root, self.evaluation = root, evaluation
         self._memory, self._blocks = memory, blocks
-        self._patience = Patience(tier_seconds)
+        self._tier_seconds, self._n_skipped = tier_seconds, 0
         self._n_row = n_row
         self._end_bytes = memory.end_bytes() if self.has_tiers else 0
 
@@ -136,15 +113,17 @@ class TierLink:
 
     def search(
         self, tokens: bytes, namespace: str, known: int, deliver: Callable[[Load], object]
-    ) -> Search | None:
+    ) -> Load | None:
         """Begin to load what memory lacks of a prompt; None where waiting does not pay.
+
+        A request waits for a tenth of its evaluation at most, or as long as was set by hand. Where
+        loading is thought to take longer, nothing is asked for; but now and then in the background,
+        to learn.
 
         Parameters
         ----------
-        tokens
-            The prompt.
-        namespace
-            Whose.
+        tokens, namespace
+            The prompt, and whose it is.
         known
             Tokens that need no evaluation without the tiers.
         deliver
@@ -155,38 +134,42 @@ class TierLink:
             return None
         evaluation = self.evaluation.seconds(known, n)
         loading = self.tiers.estimate((n - known) * shape.attention_bytes)
-        is_awaited = self._patience.asks(evaluation, loading)
-        if not is_awaited and not self._patience.tries():
-            self.tiers.note_skipped()
-            return None
-        load = self.tiers.load(self._wanted(tokens, namespace, known), deliver)
+        wait = _WAIT * evaluation if self._tier_seconds is None else self._tier_seconds
+        is_awaited = self._tier_seconds is not None or loading <= wait
+        if not is_awaited:
+            self._n_skipped += 1
+            if self._n_skipped % _TRY_EVERY:
+                for tier in self.tiers.tiers:
+                    tier.too_slow += 1
+                return None
+        load = Load(self.tiers.tiers, self._wanted(tokens, namespace, known), deliver)
+        load.until = load.began + wait
         if not is_awaited:
             load.leave()
-            load.start()
-            return None
         load.start()
-        return Search(load, load.began + self._patience.wait(evaluation))
+        return load if is_awaited else None
 
     def prefetch(self, tokens: bytes, namespace: str, known: int) -> Load:
         """Return a search for what memory lacks of a prompt and has room for, for `Load.run`."""
         shape = self._memory.shape
         cell = max(1, shape.attention_bytes + shape.chunk_bytes // shape.block_size)
         most = self._blocks.max_bytes // cell
-        return self.tiers.load(self._wanted(tokens, namespace, known, most), lambda load: None)
+        wanted = self._wanted(tokens, namespace, known, most)
+        return Load(self.tiers.tiers, wanted, lambda load: None)
 
     def _wanted(self, tokens: bytes, namespace: str, known: int, most: int | None = None) -> Wanted:
         """Return what a prompt could use that is not in memory: ``most`` tokens of it."""
         shape, n = self._memory.shape, len(tokens) // TOKEN_SIZE
         size = shape.block_size
         match = self._blocks.tree.match(tokens, namespace)
-        names = block_names(self.root(namespace), tokens, size * TOKEN_SIZE)
+        prompt = self._named(tokens, namespace)
         first, last = next(reversed(match.windows()), (0, 0))
         # A state after the whole prompt is of no use without the logits there: it cannot be cut.
         limit = n if self._n_row or not shape.needs_state else n - 1
         return Wanted(
-            tokens,
-            names if most is None else names[: most // size],
+            prompt,
             shape,
+            n_blocks=len(prompt.names) if most is None else most // size,
             begin=match.n // size,
             window_begin=-(-first // size),
             window_end=last // size,
@@ -195,8 +178,11 @@ class TierLink:
             end_bytes=self._end_bytes,
             is_good=lambda kind, cells, count: self._memory.layouts[kind].is_good(cells, count),
             n_row=self._n_row,
-            namespace=namespace,
         )
+
+    def _named(self, tokens: bytes, namespace: str) -> NamedPrompt:
+        size = self._memory.shape.block_size
+        return NamedPrompt(self.root(namespace), tokens, size, namespace)
 
     def keep(self, load: Load, owner: object | None = None) -> None:
         """Store what came of a search in memory.
@@ -208,7 +194,7 @@ class TierLink:
         owner
             What holds it, also above the budget; None where it stays as far as it fits.
         """
-        found, wanted = load.found, load.wanted
+        found, prompt = load.found, load.wanted.prompt
         try:
             end = self._end_state(found)
         except (KvCacheError, ValueError):
@@ -219,17 +205,9 @@ class TierLink:
             offer.states[found.n] = end
         source: Source = _LoadedCells(self._memory, found)
         with self._blocks.change() as actions:
-            match = self._blocks.tree.match(wanted.tokens, wanted.namespace)
-            admit(
-                self._blocks,
-                source,
-                wanted.tokens,
-                match,
-                wanted.namespace,
-                offer,
-                actions,
-                owner,
-            )
+            tokens, namespace = prompt.tokens, prompt.namespace
+            match = self._blocks.tree.match(tokens, namespace)
+            admit(self._blocks, source, tokens, match, namespace, offer, actions, owner)
 
     def _end_state(self, found: Loaded) -> EndState:
         """Return the state and the logits after what came; raises where the memory refuses them."""
@@ -245,7 +223,7 @@ class TierLink:
     def _refuse_end(load: Load) -> None:
         """Remove an end record that the memory refuses."""
         if load.found.end is not None:
-            key = load.wanted.end_key(load.found.n)
+            key = load.wanted.prompt.end_key(load.found.n)
             load.found.end[1].discard([key], refused=True)
 
     def _windows(self, found: Loaded) -> list[Range]:
@@ -284,34 +262,27 @@ class TierLink:
             States and logits by the number of tokens that they are after.
         """
         size = self._memory.shape.block_size
-        names = block_names(self.root(namespace), tokens, size * TOKEN_SIZE)
+        prompt = self._named(tokens, namespace)
+        names = prompt.names
         if not names:
             return
         out = _Out(self._memory, self._blocks.tree.match(tokens, namespace), source, states)
-        records = [
-            Record(name, out.block(Kind.ATTENTION, i), place(names, tokens, size, i, namespace))
-            for i, name in enumerate(names)
-        ]
+        records = [(name, out.block(Kind.ATTENTION, i)) for i, name in enumerate(names)]
         windows, places = set[int](), sorted({end for end in (*ends, *states) if end >= size})
         for end in places:
             windows.update(self._window_blocks(end))
         deepest = sorted(windows, reverse=True)
-        records += [Record(window_key(names[i]), out.block(Kind.WINDOW, i)) for i in deepest]
-        for end in places:
-            if out.has_end(end):
-                at = end // size
-                text = tokens[at * size * TOKEN_SIZE : end * TOKEN_SIZE]
-                records.append(Record(end_key(names[at - 1], text), out.end(end)))
-        self.tiers.write(records, namespace, [record.key for record in records])
+        records += [(window_key(names[i]), out.block(Kind.WINDOW, i)) for i in deepest]
+        records += [(prompt.end_key(end), out.end(end)) for end in places if out.has_end(end)]
+        self.tiers.write(prompt, records)
 
     def forget(self, names: Sequence[bytes], tokens: bytes, namespace: str) -> None:
         """Remove blocks from the tiers, with what stands beside them and at the end of tokens."""
         if self.has_tiers:
-            size = self._memory.shape.block_size
-            of_tokens = block_names(self.root(namespace), tokens, size * TOKEN_SIZE)
+            prompt = self._named(tokens, namespace)
             keys = [*names, *(window_key(name) for name in names)]
-            if of_tokens:
-                keys.append(end_key(of_tokens[-1], tokens[len(of_tokens) * size * TOKEN_SIZE :]))
+            if prompt.names:
+                keys.append(prompt.end_key(len(prompt)))
             self.tiers.remove(keys)
 
     def _window_blocks(self, end: int) -> range:

@@ -1,24 +1,14 @@
-"""How long evaluating and loading take, learned; and how long a request waits for its tiers.
-
-With T the seconds that evaluating would take, and E those that loading is thought to take, a
-request waits T / 10 at most. Where E is more than that, nothing is asked for: but every 16th such
-request loads in the background, to learn. What comes too late goes to memory for the next request.
-"""
+"""How long evaluating and loading take, learned."""
 
 from __future__ import annotations
 
 import threading
 
-__all__ = ["EvaluationTime", "Patience", "TwoTerms"]
+__all__ = ["EvaluationTime", "TwoTerms"]
 
 # What is learned counts less and less: a machine that was busy a minute ago may be idle.
 _DECAY = 0.9
 _LEAST = 1e-7
-
-#: What a request waits at most, as a part of its evaluation.
-WAIT = 0.1
-#: After so many requests that asked for nothing, one loads in the background.
-TRY_EVERY = 16
 
 
 class TwoTerms:
@@ -107,30 +97,3 @@ class EvaluationTime:
     def seconds(self, begin: int, end: int) -> float:
         """Return the estimate for the tokens ``[begin, end)``."""
         return self._terms.seconds(end - begin, float(end) ** 2 - float(begin) ** 2)
-
-
-class Patience:
-    """Whether to ask the tiers for a prompt, and how long to wait for them.
-
-    Parameters
-    ----------
-    tier_seconds
-        How long every request waits at most, set by hand; None for the rule above.
-    """
-
-    def __init__(self, tier_seconds: float | None = None) -> None:
-        self._fixed = tier_seconds
-        self._skipped = 0
-
-    def wait(self, evaluation: float) -> float:
-        """Return for how many seconds a request waits whose evaluation takes so many."""
-        return WAIT * evaluation if self._fixed is None else self._fixed
-
-    def asks(self, evaluation: float, loading: float) -> bool:
-        """Return whether loading is thought to come in time."""
-        return self._fixed is not None or loading <= WAIT * evaluation
-
-    def tries(self) -> bool:
-        """Count a request that asks for nothing; return whether it loads in the background."""
-        self._skipped += 1
-        return self._skipped % TRY_EVERY == 0

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache.prefix.block_hash import TOKEN_SIZE, end_key, window_key
+from pykvcache.prefix.block_hash import NamedPrompt, window_key
 from pykvcache.prefix.node import Kind, MemoryShape
-from pykvcache.prefix.tiers.notices import place
 from pykvcache.prefix.tiers.records import END_OVERHEAD, End
 from pykvcache.prefix.tiers.tier import GROUP_BYTES, Tier
 
@@ -30,12 +30,12 @@ class Wanted:
 
     Attributes
     ----------
-    tokens
-        The prompt, as `token_bytes` gives it.
-    names
-        Names of its full blocks.
+    prompt
+        Its tokens, and the names of its blocks.
     shape
         Of the memory that it is for.
+    n_blocks
+        Full blocks that may be loaded.
     begin
         Full blocks of attention cells that are in memory.
     window_begin, window_end
@@ -50,13 +50,11 @@ class Wanted:
         Tells whether bytes are that many cells of a part, whose values a memory may have.
     n_row
         How many logits an end of the whole prompt has; 0 where they are of no use.
-    namespace
-        Whose it is.
     """
 
-    tokens: bytes
-    names: Sequence[bytes]
+    prompt: NamedPrompt
     shape: MemoryShape
+    n_blocks: int
     begin: int
     window_begin: int
     window_end: int
@@ -65,18 +63,6 @@ class Wanted:
     end_bytes: int
     is_good: Callable[[Kind, Bytes, int], bool]
     n_row: int = 0
-    namespace: str = ""
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.tokens) // TOKEN_SIZE
-
-    def end_key(self, n: int) -> bytes:
-        """Return the key of the end after n tokens, of which a block is full at least."""
-        at = n // self.shape.block_size
-        begin = at * self.shape.block_size * TOKEN_SIZE
-        return end_key(self.names[at - 1], self.tokens[begin : n * TOKEN_SIZE])
 
     def places(self, n_blocks: int) -> Iterator[int]:
         """Yield where an end could be of use, the deepest first.
@@ -89,7 +75,7 @@ class Wanted:
         size = self.shape.block_size
         most = min(self.limit, n_blocks * size + size - 1)
         for n in range(most, max(self.known, size - 1), -1):
-            is_whole = n == self.n_tokens and self.n_row > 0
+            is_whole = n == len(self.prompt) and self.n_row > 0
             if n > n_blocks * size or (n % size == 0 and (self.shape.needs_state or is_whole)):
                 yield n
 
@@ -99,7 +85,11 @@ class Wanted:
         if start is None:
             return range(0)
         # The last token of the prompt is evaluated again, for its logits.
-        return range(start(min(n, self.n_tokens - 1)) // size, n // size)
+        return range(start(min(n, len(self.prompt) - 1)) // size, n // size)
+
+    def window_keys(self, blocks: Iterable[int]) -> list[bytes]:
+        """Return the keys of the window cells of some blocks."""
+        return [window_key(self.prompt.names[at]) for at in blocks]
 
 
 @dataclass
@@ -168,6 +158,8 @@ class Load:
         self.obstacles: list[str] = []
         self.done = threading.Event()
         self.began = time.monotonic()
+        #: When to stop waiting for it, on the monotonic clock.
+        self.until = math.inf
         self._deliver = deliver
         self._is_cancelled = self._is_late = False
         self._lock = threading.Lock()
@@ -178,6 +170,11 @@ class Load:
             threading.Thread(target=self.run, name="pykvcache-load", daemon=True).start()
         except RuntimeError:
             self.done.set()
+
+    @property
+    def left(self) -> float:
+        """Seconds to wait at most; 0 where it is done, or late."""
+        return 0.0 if self.done.is_set() else max(0.0, self.until - time.monotonic())
 
     def cancel(self) -> None:
         """Let the thread stop after what it is reading; nothing is delivered."""
@@ -224,16 +221,14 @@ class Load:
             return
         for span in spans:
             blocks = [at for at in range(span.begin, span.end) if at in found.attention]
-            span.tier.notices.stored(
-                place(wanted.names, wanted.tokens, size, at, wanted.namespace) for at in blocks
-            )
+            span.tier.notices.stored(wanted.prompt, blocks)
         self.found = found
 
     def _look(self) -> list[_Span]:
         """Find out which attention blocks are there: each tier goes on where the one above ends."""
         spans, at = list[_Span](), self.wanted.begin
         for tier in self.tiers:
-            if n := tier.contains(self.wanted.names[at:]):
+            if n := tier.contains(self.wanted.prompt.names[at : self.wanted.n_blocks]):
                 spans.append(_Span(tier, at, at + n))
                 at += n
         return spans
@@ -267,7 +262,7 @@ class Load:
 
     def _deepest_end(self, places: Sequence[int]) -> int | None:
         """Return the first of some places that a tier has an end record for."""
-        keys = [self.wanted.end_key(n) for n in places]
+        keys = [self.wanted.prompt.end_key(n) for n in places]
         best: int | None = None
         for tier in self.tiers:
             there = tier.present(keys if best is None else keys[:best])
@@ -277,7 +272,7 @@ class Load:
 
     def _end(self, n: int) -> tuple[End, Tier] | None:
         """Return the end record after n tokens; None where it is missing or wrong."""
-        wanted, shape, key = self.wanted, self.wanted.shape, self.wanted.end_key(n)
+        wanted, shape, key = self.wanted, self.wanted.shape, self.wanted.prompt.end_key(n)
         n_cells = n % shape.block_size
         size = n_cells * (shape.attention_bytes + shape.window_bytes)
         for tier in self.tiers:
@@ -293,7 +288,7 @@ class Load:
             ):
                 tier.discard([key], refused=True)
                 continue
-            if shape.needs_state and n == wanted.n_tokens and not end.has_row(wanted.n_row):
+            if shape.needs_state and n == len(wanted.prompt) and not end.has_row(wanted.n_row):
                 continue  # a state cannot go back a token, to have its logits evaluated
             return end, tier
         return None
@@ -302,7 +297,7 @@ class Load:
         """Return n where the window cells before it are there, or the end of the last gap."""
         wanted, size = self.wanted, self.wanted.shape.block_size
         missing = [at for at in reversed(wanted.window_blocks(n)) if not self._in_memory(at)]
-        keys = [window_key(wanted.names[at]) for at in missing]
+        keys = wanted.window_keys(missing)
         there = max((tier.contains(keys) for tier in self.tiers), default=0) if keys else 0
         return n if there == len(missing) else missing[there] * size
 
@@ -318,7 +313,7 @@ class Load:
         for tier in self.tiers:
             if not blocks:
                 break
-            keys = [window_key(wanted.names[at]) for at in blocks]
+            keys = wanted.window_keys(blocks)
             n = tier.contains(keys) if len(self.tiers) > 1 else len(keys)
             read = self._read(tier, Kind.WINDOW, blocks[:n], keys[:n])
             found.window.update((at, (cells, tier)) for at, cells in read)
@@ -333,9 +328,8 @@ class Load:
         wanted, size = self.wanted, self.wanted.shape.block_size
         for span in spans:
             blocks = list(range(span.begin, min(span.end, found.n // size)))
-            read = self._read(
-                span.tier, Kind.ATTENTION, blocks, [wanted.names[at] for at in blocks]
-            )
+            keys = wanted.prompt.names[span.begin : span.begin + len(blocks)]
+            read = self._read(span.tier, Kind.ATTENTION, blocks, keys)
             found.attention.update((at, (cells, span.tier)) for at, cells in read)
             if len(read) < len(blocks):
                 found.n, found.end = (blocks[0] + len(read)) * size, None

@@ -6,12 +6,11 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+from pykvcache.prefix.block_hash import NamedPrompt
 from pykvcache.prefix.stores import BlockStore, Envelope, open_store
-from pykvcache.prefix.tiers.loader import Load, Wanted
-from pykvcache.prefix.tiers.notices import Place, Sink
+from pykvcache.prefix.tiers.notices import Sink
 from pykvcache.prefix.tiers.tier import Tier, TierStats
 from pykvcache.prefix.tiers.writer import Chain, Writer
 
@@ -23,34 +22,11 @@ __all__ = ["Record", "TierInput", "Tiers"]
 #: What names a tier: a folder, an address, or a store.
 TierInput = str | os.PathLike[str] | BlockStore
 
+#: The key of a record, and what makes its content: None where it is not available.
+Record: TypeAlias = "tuple[bytes, Callable[[], Buffer | None]]"
+
 #: For how long `close` waits for what is still to be written.
 CLOSE_SECONDS = 30.0
-
-
-@dataclass
-class Record:
-    """A record that the tiers should have.
-
-    Attributes
-    ----------
-    key
-        Its key.
-    content
-        Returns its bytes; None where they are not available.
-    place
-        Where it stands in a prompt, of a full block of attention cells.
-    """
-
-    key: bytes
-    content: Callable[[], Buffer | None]
-    place: Place | None = None
-    _made: list[Buffer | None] = field(default_factory=list)
-
-    def bytes(self) -> Buffer | None:
-        """Return the content, which is made once."""
-        if not self._made:
-            self._made.append(self.content())
-        return self._made[0]
 
 
 class Tiers:
@@ -66,10 +42,8 @@ class Tiers:
         Upper bound on the bytes that wait to be written, per tier.
     sink
         Takes events of what the tiers have.
-    progress
-        Returns a number that changes when tokens are evaluated: writing lets that go first.
-    urgent_bytes
-        Where more are waiting writing goes first, as it does from a quarter of the queue on.
+    progress, urgent_bytes
+        As of a `Writer`.
     """
 
     def __init__(
@@ -77,7 +51,7 @@ class Tiers:
         stores: Iterable[TierInput],
         envelope: Envelope,
         queue_bytes: int,
-        sink: Sink = lambda event, namespace: None,
+        sink: Sink = lambda event: None,
         progress: Callable[[], int] = lambda: 0,
         urgent_bytes: int | None = None,
     ) -> None:
@@ -99,41 +73,27 @@ class Tiers:
         """Return how many seconds reading so much is thought to take: of the fastest tier."""
         return min(tier.estimate(n_bytes) for tier in self.tiers)
 
-    def note_skipped(self) -> None:
-        """Count a request that asks for nothing because evaluating is faster."""
-        for tier in self.tiers:
-            tier.note_skipped()
+    def write(self, prompt: NamedPrompt, records: Sequence[Record]) -> None:
+        """Queue the records that a tier is not known to have, the most needed first.
 
-    def load(self, wanted: Wanted, deliver: Callable[[Load], object]) -> Load:
-        """Return a search for one prompt, which has not begun."""
-        return Load(self.tiers, wanted, deliver)
-
-    def write(self, records: Sequence[Record], namespace: str, uses: Sequence[bytes]) -> None:
-        """Queue what a tier is not known to have, and that a prompt uses records.
-
-        Parameters
-        ----------
-        records
-            The most needed first.
-        namespace
-            Whose they are.
-        uses
-            Keys of all records that the prompt uses, in the order of `BlockStore.touch`.
+        All of them count as used, in the order of `BlockStore.touch`.
         """
-        keys = [record.key for record in records]
-        for tier, writer in zip(self.tiers, self.writers, strict=True):
-            chain, size = Chain(namespace=namespace, uses=list(uses)), 0
-            for record, is_unknown in zip(records, tier.unknown(keys), strict=True):
-                if not is_unknown:
+        keys = [key for key, _ in records]
+        chains = [Chain(namespace=prompt.namespace, uses=keys, prompt=prompt) for _ in self.tiers]
+        lacking = [tier.unknown(keys) for tier in self.tiers]
+        for i, (key, content) in enumerate(records):
+            takers = list[Chain]()
+            for chain, writer, lacks in zip(chains, self.writers, lacking, strict=True):
+                if not lacks[i]:
                     continue
-                if writer.n_bytes + size > writer.max_bytes:
-                    writer.dropped += 1
-                    continue  # nothing more is taken out that would be dropped
-                if (data := record.bytes()) is not None:
-                    size += data.nbytes
-                    chain.items.append((record.key, cast("Any", data)))
-                    if record.place is not None:
-                        chain.blocks[record.key] = record.place
+                if writer.n_bytes + chain.n_bytes > writer.max_bytes:
+                    writer.dropped += 1  # nothing more is taken out that would be dropped
+                else:
+                    takers.append(chain)
+            data = content() if takers else None
+            for chain in takers if data is not None else ():
+                chain.add(key, cast("Any", data))
+        for chain, writer in zip(chains, self.writers, strict=True):
             writer.offer(chain)
 
     def remove(self, keys: Sequence[bytes]) -> None:

@@ -6,15 +6,16 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from pykvcache.prefix.block_hash import NamedPrompt
 from pykvcache.prefix.stores.base import BlockStore, check_facts
 from pykvcache.prefix.stores.envelope import Envelope
 from pykvcache.prefix.stores.sealed import SealedStore
 from pykvcache.prefix.tiers.cost_model import TwoTerms
-from pykvcache.prefix.tiers.notices import LOOK, Notices, Place, Sink
+from pykvcache.prefix.tiers.notices import LOOK, Notices, Sink
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -113,7 +114,7 @@ class Tier:
         envelope: Envelope,
         *,
         owned: bool,
-        sink: Sink = lambda event, namespace: None,
+        sink: Sink = lambda event: None,
     ) -> None:
         self.medium, self.n_probes = check_facts(store)
         self.sealed = SealedStore(store, envelope)
@@ -198,11 +199,6 @@ class Tier:
                     self._obstacle = f"{self!r} has blocks {' and '.join(sorted(found))}"
         return self._obstacle
 
-    def note_skipped(self) -> None:
-        """Count a request that was not made because evaluating is faster."""
-        with self._lock:
-            self.too_slow += 1
-
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark blocks as used."""
         self._call(lambda: self.sealed.touch(keys), None)
@@ -231,18 +227,8 @@ class Tier:
             for _ in range(len(self._known) - KNOWN):
                 self._known.popitem(last=False)
 
-    def put(
-        self, items: Sequence[tuple[bytes, Buffer]], blocks: Mapping[bytes, Place] | None = None
-    ) -> None:
-        """Store what is not there yet.
-
-        Parameters
-        ----------
-        items
-            Keys and contents.
-        blocks
-            The places of those that are full blocks, for events.
-        """
+    def put(self, items: Sequence[tuple[bytes, Buffer]], prompt: NamedPrompt | None = None) -> None:
+        """Store what is not there yet; the prompt has the names of full blocks, for events."""
         keys = [key for key, _ in items]
         there = self.present(keys)
         new = [item for item, known in zip(items, there, strict=True) if not known]
@@ -255,13 +241,10 @@ class Tier:
             self.written_bytes += size * n // max(1, len(new))
         # What was not stored is offered again after a while, not at each turn.
         self.note_known(keys, are_there=n == len(new))
-        if blocks:
+        if prompt is not None:
             there = self.present(keys) if n < len(new) else [True] * len(keys)
-            self.notices.stored(
-                blocks[key]
-                for key, is_there in zip(keys, there, strict=True)
-                if is_there and key in blocks
-            )
+            found = {key for key, is_there in zip(keys, there, strict=True) if is_there}
+            self.notices.stored(prompt, [i for i, x in enumerate(prompt.names) if x in found])
         self._look_around()
 
     def _look_around(self) -> None:

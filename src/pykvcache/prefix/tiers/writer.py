@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from pykvcache.prefix.tiers.notices import Place
+from pykvcache.prefix.block_hash import NamedPrompt
 from pykvcache.prefix.tiers.tier import Tier
 
 if TYPE_CHECKING:
@@ -39,20 +39,16 @@ _TOUCH_SECONDS, _TOUCH_KEYS = 20.0, 1 << 12
 
 @dataclass(eq=False)
 class Chain:
-    """Records of one prompt, the first one first, that belong to a namespace.
+    """Records of one prompt, the first one first: keys and contents.
 
     Attributes
     ----------
-    items
-        Keys and contents.
-    namespace
-        Whose they are.
     uses
         Keys of all records that a prompt uses, in the order of `BlockStore.touch`.
     removes
         Keys to remove instead.
-    blocks
-        The places of those that are full blocks, for events.
+    prompt
+        Has the names of full blocks, for events.
     has_begun
         Whether the thread has taken some of its items.
     """
@@ -61,13 +57,14 @@ class Chain:
     namespace: str = ""
     uses: list[bytes] = field(default_factory=list)
     removes: list[bytes] = field(default_factory=list)
-    blocks: dict[bytes, Place] = field(default_factory=dict)
+    prompt: NamedPrompt | None = None
+    n_bytes: int = 0
     has_begun: bool = False
 
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of all contents."""
-        return sum(memoryview(data).nbytes for _, data in self.items)
+    def add(self, key: bytes, data: Buffer) -> None:
+        """Append a record."""
+        self.items.append((key, data))
+        self.n_bytes += memoryview(data).nbytes
 
 
 class Writer:
@@ -231,7 +228,7 @@ class Writer:
             if self._uses and (items or self._is_touch_due()):
                 self._touch()  # before room for the end is made, maybe by evicting the beginning
             if items:
-                self.tier.put(items, chain.blocks)
+                self.tier.put(items, chain.prompt)
                 if is_last:
                     self._note_use(chain.uses)  # it has to be as recent as its new end
             del items  # its memory can be used again

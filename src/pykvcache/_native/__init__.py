@@ -6,7 +6,7 @@ import importlib
 
 
 def _is_main_interpreter() -> bool:
-    """Tell whether this is the process's first interpreter; True where that cannot be found out."""
+    """Return whether this is the process's main interpreter; True if unknown."""
     for name in ("_interpreters", "_xxsubinterpreters"):  # from 3.13; up to 3.12
         try:
             module = importlib.import_module(name)
@@ -16,8 +16,8 @@ def _is_main_interpreter() -> bool:
     return True
 
 
-# Before the extension is loaded: a module that fails in a subinterpreter could not be loaded
-# in the main one any more. lib.pyx asks again, without the help of a module of Python's.
+# Checked before the extension is loaded: after a failed import in a subinterpreter, the main
+# interpreter could not load it either. lib.pyx checks again, without Python modules.
 if not _is_main_interpreter():
     raise ImportError(
         "pykvcache cannot be used in a subinterpreter, only in the main one: llama.cpp's threads "

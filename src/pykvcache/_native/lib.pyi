@@ -1,4 +1,4 @@
-"""llama.cpp, 1:1, behind checks: pointers, locks, codes turned into exceptions."""
+"""llama.cpp, 1:1, behind checks: pointers, locks, error codes as exceptions."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ _Firsts = list[tuple[int, int]] | None
 _Floats = npt.NDArray[np.float32]
 _Bytes = npt.NDArray[np.uint8]
 _Members = tuple[_Ints, _Ints]
-# Cells as split_state gives and set_parts takes them: positions, extensions, members, rows.
+# Cells of split_state and set_parts: positions, extensions, members, rows.
 _SplitCells = tuple[_Ints, _Ints | None, _Members | None, list[tuple[int, int]]]
 _Blocks = list[tuple[_Bytes, int, int]]
 _Given = tuple[_Ints, _Ints | None, _Members | None, list[_Bytes]]

@@ -1,9 +1,9 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
 # cython: embedsignature=False, initializedcheck=False, auto_pickle=False, autotestdict=False
 # cython: subinterpreters_compatible=no, freethreading_compatible=False
-"""llama.cpp, 1:1, behind checks: pointers, locks, codes turned into exceptions.
+"""llama.cpp, 1:1, behind checks: pointers, locks, error codes as exceptions.
 
-Nothing here has a default and nothing guesses. A line with ``lib.`` is C.
+No defaults, no guesses. A line with ``lib.`` calls C.
 """
 cimport cython
 from cpython.buffer cimport (
@@ -71,7 +71,7 @@ from pykvcache.errors import (
 )
 from pykvcache.errors import shown
 
-# llama.cpp's own limit of sequences per context (LLAMA_MAX_SEQ).
+# llama.cpp's limit of sequences per context (LLAMA_MAX_SEQ).
 cdef enum:
     MAX_SEQ = 256
 

@@ -1,4 +1,4 @@
-# What is called of llama.h, in header order; only the struct fields that are read or written.
+# The functions of llama.h in use, in header order, with only the struct fields that are read or written.
 # Our own headers are declared in libprobe.pxd.
 
 from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint32_t, uint64_t

@@ -1,5 +1,5 @@
-# Our own C++ around llama.cpp, declared in the order of its headers. With llama.h's declarations
-# it makes up what is called ``lib``.
+# Our C++ around llama.cpp, in the order of its headers. Together with the declarations of llama.h
+# it is ``lib``.
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libcpp cimport bool

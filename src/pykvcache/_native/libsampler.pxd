@@ -1,4 +1,4 @@
-# Our own C++ around llama.cpp's samplers; a part of ``lib``.
+# Our C++ around llama.cpp's samplers; a part of ``lib``.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t
 from libcpp cimport bool

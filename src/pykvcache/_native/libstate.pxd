@@ -1,5 +1,5 @@
-# Our own C++ around states, and the object that changes a memory, declared in the order of its headers. With
-# libprobe.pxd and libllama.pxd it makes up what is called ``lib``.
+# Our C++ for states, and the object that changes a memory, in the order of its headers. Together with
+# libprobe.pxd and libllama.pxd it is ``lib``.
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libcpp cimport bool

@@ -25,7 +25,7 @@ common_chat_templates_inputs inputs_of(const common_json & request) {
     return inputs;
 }
 
-// A pattern begins the grammar where its first group matches, or the whole pattern.
+// The grammar begins where the pattern's first group matches, or the whole pattern if it has none.
 std::string trigger_pattern(const common_grammar_trigger & trigger) {
     if (trigger.type != COMMON_GRAMMAR_TRIGGER_TYPE_WORD) {
         return trigger.value;

@@ -1,5 +1,5 @@
-// llama.cpp's common/ library, of which two things are used: grammars of JSON schemas, and how the messages of a chat
-// template are written. JSON in, JSON out; a failure is a std::exception.
+// Two uses of llama.cpp's common/ library: grammars of JSON schemas, and the message format of a chat template.
+// JSON in, JSON out; errors are std::exception.
 #pragma once
 
 #include <memory>
@@ -7,11 +7,11 @@
 
 namespace pykv {
 
-// A GBNF grammar of the texts that a JSON schema allows.
+// Returns a GBNF grammar of the texts that match a JSON schema.
 std::string schema_grammar(const std::string & schema);
 
-// How a template's assistant messages are written: markers of reasoning and tool calls, the grammar of tool calls, and
-// the parser of a message. Constant: any number of threads may parse at once.
+// Format of a template's assistant messages: markers of reasoning and tool calls, grammar of tool calls, message
+// parser. Immutable: any number of threads may parse at once.
 class chat_format {
   public:
     // `request`: {"messages", "tools", "tool_choice", "parallel_tool_calls", "json_schema", "enable_thinking", "variables"}.
@@ -20,7 +20,7 @@ class chat_format {
 
     // {"generation_prompt", "grammar", "lazy", "triggers", "stop", "thinking"}.
     const std::string & facts() const { return facts_; }
-    // {"content", "reasoning", "tool_calls"}; of a partial text what is certain so far.
+    // {"content", "reasoning", "tool_calls"}; for a partial text only the parts that are already certain.
     std::string parse(const std::string & text, bool is_partial) const;
 
   private:

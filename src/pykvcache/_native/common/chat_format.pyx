@@ -1,6 +1,6 @@
 # cython: language_level=3, embedsignature=False, auto_pickle=False, autotestdict=False
 # cython: subinterpreters_compatible=no, freethreading_compatible=False
-"""JSON schemas and chat formats by llama.cpp's common/ library: a module of its own, without a model."""
+"""JSON schemas and chat formats by llama.cpp's common/ library: a separate module that needs no model."""
 
 from libcpp cimport bool
 from libcpp.memory cimport unique_ptr
@@ -17,7 +17,7 @@ cdef extern from "chat_format.h" namespace "pykv" nogil:
 
 
 def schema_grammar(bytes schema not None):
-    """Return the GBNF grammar of a JSON schema; RuntimeError says what it does not know."""
+    """Return the GBNF grammar of a JSON schema; RuntimeError names an unsupported keyword."""
     cdef string text = schema, grammar
     with nogil:
         grammar = schema_grammar_of(text)
@@ -25,7 +25,7 @@ def schema_grammar(bytes schema not None):
 
 
 cdef class ChatFormat:
-    """How a template's assistant messages are written; constant, for any number of threads."""
+    """Format of a template's assistant messages; immutable, usable by any number of threads."""
 
     cdef unique_ptr[chat_format] it
 
@@ -37,12 +37,12 @@ cdef class ChatFormat:
             self.it.reset(new chat_format(a, b, c, d))
 
     def facts(self):
-        """Return what is known of the format, as JSON."""
+        """Return the format's facts as JSON."""
         cdef string facts = self.it.get().facts()
         return facts.decode("utf-8")
 
     def parse(self, bytes text not None, bint is_partial):
-        """Return the message that a text is, as JSON; RuntimeError if it is none."""
+        """Parse a text into a message, as JSON; RuntimeError if it is not one."""
         cdef string a = text, found
         with nogil:
             found = self.it.get().parse(a, is_partial)

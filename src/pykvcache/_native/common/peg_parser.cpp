@@ -1,7 +1,7 @@
-// llama.cpp's parser of messages, which recurses as deep as its input is nested: 4,000 brackets overflow the stack.
+// Bounds the depth of llama.cpp's message parser: it recurses per nesting level, and 4,000 brackets overflow the stack.
 #include <stdexcept>
 
-// All that its file includes comes first, so that the macro below reaches its own text alone.
+// Its includes come first, so that the macro below applies to its own text only.
 #include "common.h"
 #include "json-schema-to-grammar.h"
 #include "json-schema.h"
@@ -20,7 +20,7 @@
 
 namespace {
 
-// One level of the recursion; a JSON array in an array is some six of them.
+// One level of the recursion; a nested JSON array takes about six.
 class parser_level {
   public:
     parser_level() {
@@ -42,6 +42,6 @@ thread_local int parser_level::depth = 0;
 
 }  // namespace
 
-// The one place that each level passes: the executor made in common_peg_arena::parse.
+// Each level passes here: the executor made in common_peg_arena::parse.
 #define exec(...) exec(__VA_ARGS__); const parser_level level
 #include "peg-parser.cpp"

@@ -1,5 +1,5 @@
-// What common/ calls outside of the files that are built: strings, and functions that need a model, a logger or a
-// terminal. Chat formats are found without a model, and nothing is logged.
+// Functions that common/ calls from files that are not built: string helpers, and functions that need a model, a
+// logger or a terminal. Chat formats need no model, and nothing is logged.
 #include <cstdarg>
 #include <cstdio>
 #include <stdexcept>
@@ -52,7 +52,7 @@ common_log * common_log_main() {
 
 void common_log_add(common_log *, ggml_log_level, const char *, ...) {}
 
-// An assertion, which elsewhere ends the process.
+// Failed assertions throw here instead of ending the process.
 extern "C" void ggml_abort(const char * file, int line, const char * format, ...) {
     char    text[512];
     va_list arguments;

@@ -1,7 +1,7 @@
-# LoRA adapters, and the contexts that compute with them.
+# LoRA adapters, and contexts that use them.
 
 cdef class Adapter:
-    """Own a ``llama_adapter_lora``; freed when neither a program nor a context has it any more."""
+    """Own a ``llama_adapter_lora``; freed when neither the program nor a context refers to it."""
 
     cdef lib.llama_adapter_lora* it
     cdef shared_ptr[lib.llama_model] model_ref
@@ -69,12 +69,12 @@ cdef class Adapted(Decoding):
     """``llama_set_adapters_lora`` and ``llama_set_adapter_cvec``, behind checks."""
 
     cdef lib.adapter_set used
-    # What keeps them, and the lock of the context's sequences.
+    # The adapters in use, and the lock of the context's sequences.
     cdef tuple adapters
     cdef object turn
-    #: What names them; empty without any.
+    #: Digest that identifies them; empty without adapters.
     cdef readonly tuple adapter_names
-    #: Changes with every switch: what sequences held before one counts for nothing.
+    #: Changes with every switch; cells computed before a switch are invalid.
     cdef readonly uint64_t adapters_epoch
 
     def __cinit__(self, *args):
@@ -83,7 +83,7 @@ cdef class Adapted(Decoding):
     def set_adapters(
             self, tuple names not None, tuple adapters not None, tuple scales not None,
             const float[::1] control=None):
-        """Compute with these from now on; whatever the memory holds goes. All or nothing."""
+        """Use these from now on and clear the memory. All or nothing."""
         cdef lib.adapter_set wanted
         cdef Adapter one
         cdef int32_t code

@@ -1,16 +1,16 @@
-# Batches: what llama.cpp would abort on, misread or get wrong is refused before the call.
+# Batches: refuse input that llama.cpp would abort on, misread or compute wrong.
 
 cdef class Batch(Outputs):
     """The batch of the context: copied from the caller, then checked."""
 
-    # The batch as it was checked: another thread may change the caller's arrays meanwhile.
+    # The checked copy: another thread may change the caller's arrays during the call.
     cdef vector[int32_t] token
     cdef vector[int32_t] pos
     cdef vector[int32_t] n_seq_id
     cdef vector[int32_t] seq_ids
     cdef vector[int32_t*] seq_ptr
     cdef vector[int8_t] flags
-    # Next position and history of each sequence while a batch is checked.
+    # Next position and history of each sequence, while checking a batch.
     cdef int64_t expect[MAX_SEQ]
     cdef uint64_t history[MAX_SEQ]
 
@@ -27,7 +27,7 @@ cdef class Batch(Outputs):
         return 0
 
     cdef int load_rows(self, Rows rows, bint every) except -1:
-        """Copy the caller's rows; every token gives an output, or those that are marked."""
+        """Copy the caller's rows; every token outputs, or only the marked ones."""
         cdef size_t n = rows.n, width = rows.width, i
         if n == 0:
             raise InvalidBatch("the batch holds no token")
@@ -42,7 +42,7 @@ cdef class Batch(Outputs):
         return 0
 
     cdef lib.llama_batch part(self, size_t start, int32_t n, size_t width) noexcept:
-        """A view of the checked arrays as C wants it."""
+        """Return the checked arrays as a ``llama_batch``."""
         cdef lib.llama_batch batch
         cdef size_t i
         for i in range(start, start + n):
@@ -69,7 +69,7 @@ cdef class Batch(Outputs):
         return 0
 
     cdef int check_span(self, int64_t first, int64_t n) except -1:
-        """Positions ``[first, first + n)`` must be such as the model can tell apart."""
+        """Refuse positions ``[first, first + n)`` that the model cannot tell apart."""
         if first + n - 1 > self.max_position:
             raise self.too_far(first + n - 1, "the batch")
         if lib.bounded(self.mem) and first + n > self.n_ctx_seq:
@@ -79,9 +79,9 @@ cdef class Batch(Outputs):
         return 0
 
     cdef int32_t part_limit(self, int64_t n, int32_t width) except -1:
-        """How many tokens one call may take."""
+        """Return the maximum number of tokens of one call."""
         cdef int64_t limit = self.n_batch
-        # A cache with a window may not lose cells in a batch that then does not fit.
+        # A batch that turns out not to fit must not have cost a window its cells.
         if lib.windowed(self.mem):
             limit = self.n_ubatch
         if (not self.causal or self.kind == lib.MEMORY_NONE
@@ -99,13 +99,13 @@ cdef class Batch(Outputs):
         return <int32_t>limit
 
     cdef int check_equal_lengths(self, int64_t n, int32_t width) except -1:
-        """llama.cpp computes streams and recurrent sequences of unequal length in pieces."""
+        """Refuse sequences of unequal length where llama.cpp would split them but must not."""
         cdef int64_t counts[MAX_SEQ]
         cdef int64_t i
         cdef int32_t s
         if self.is_recurrent_like():
             if self.embeddings or not self.streams and self.causal:
-                return 0  # cut by sequence, and each is whole
+                return 0  # split by sequence, each one whole
         elif not self.streams:
             return 0
         for s in range(MAX_SEQ):
@@ -120,11 +120,11 @@ cdef class Batch(Outputs):
         return 0
 
     cdef int32_t part_size(self, int64_t start, int64_t n, int32_t width) noexcept:
-        """How many of the next n tokens may go into one call.
+        """Return how many of the next n tokens may go into one call.
 
-        llama.cpp cuts sequences of unequal length into steps, and finding room for a
-        later step can cost the window cells that an earlier one still needs. So a call
-        on a window holds tokens of one set of sequences, or one token of each sequence.
+        llama.cpp splits sequences of unequal length into steps, and a later step may
+        reuse window cells that an earlier one still needs. So on a window a call holds
+        tokens of one set of sequences, or one token of each sequence.
         """
         cdef int64_t same = 1, single = 0
         cdef bint seen[MAX_SEQ]
@@ -142,13 +142,13 @@ cdef class Batch(Outputs):
             seen[s] = True
             single += 1
         same = max(same, single)
-        # What fits one step of an empty memory costs nothing that is held.
+        # In an empty memory no cells can be lost.
         if same < n and start == 0 and n <= self.n_ubatch and self.is_empty_window():
             return <int32_t>n
         return <int32_t>same
 
     cdef bint is_empty_window(self) noexcept:
-        """Whether this is a cache with a window, in one pool, in which no sequence holds anything."""
+        """Return whether this is an empty unified cache with a window."""
         cdef int32_t s
         if self.kind != lib.MEMORY_SLIDING_WINDOW or self.streams:
             return False
@@ -169,7 +169,7 @@ cdef class Batch(Outputs):
     # Checks of a batch ---------------------------------------------------------------
 
     cdef int check_batch(self, Py_ssize_t n, int32_t width, bint encoding) except -1:
-        """Everything that llama.cpp would abort on, misread or get wrong."""
+        """Refuse a batch that llama.cpp would abort on, misread or compute wrong."""
         cdef Py_ssize_t i
         cdef int32_t j, k, s
         cdef const int32_t* seqs
@@ -210,7 +210,7 @@ cdef class Batch(Outputs):
         return 0
 
     cdef int64_t first_of_batch(self, int32_t s, Py_ssize_t i, bint encoding) except -1:
-        """The position that the first token of a sequence in the batch must have."""
+        """Return the position that a sequence's first token in the batch must have."""
         cdef int64_t first = self.seqs.next_pos(s)
         if encoding:
             if first > 0:
@@ -232,7 +232,7 @@ cdef class Batch(Outputs):
         return self.pos[i]
 
     cdef int check_coupled(self, const int32_t* seqs, Py_ssize_t i, int32_t n) except -1:
-        """A token of several sequences is computed once, over the cells of the first of them."""
+        """Refuse a token of several sequences unless they hold the same cells."""
         cdef int32_t j, s, a = seqs[0]
         if self.streams or self.seqs.whole_only() or lib.bounded(self.mem):
             raise UnsupportedOperation(

@@ -1,4 +1,4 @@
-# Looking at the cells, and the two operations that need the look.
+# Inspect cells, and operations built on that.
 
 cdef dict _PARTS = {
     "attention": lib.PART_ATTENTION,
@@ -9,7 +9,7 @@ cdef dict _PARTS = {
 
 
 cdef class Cells(Memory):
-    """What is in which cell; resume, copy a prefix, remove and close the gap."""
+    """Contents of cells; resume, copy a prefix, remove and close the gap."""
 
     def memory_breakdown(self):
         """Return (buffer type, model, context, compute) bytes by ``llama_get_memory_breakdown``."""
@@ -27,7 +27,7 @@ cdef class Cells(Memory):
         return parts
 
     def memory_info(self):
-        """Return the facts of the memory as a dict."""
+        """Return facts about the memory as a dict."""
         cdef lib.memory_facts facts
         self.lock_read()
         try:
@@ -56,7 +56,7 @@ cdef class Cells(Memory):
 
     @property
     def n_cells_used(self):
-        """Number of cells that hold something."""
+        """Number of used cells."""
         self.lock_read()
         try:
             return lib.n_used(self.mem, <lib.memory_part>self.default_part())
@@ -65,7 +65,7 @@ cdef class Cells(Memory):
 
     @property
     def n_cells_spanned(self):
-        """Number of cells up to the highest used one: a decode attends over all of them."""
+        """Number of cells up to the highest used one: a decode attends to all of them."""
         self.lock_read()
         try:
             return lib.n_spanned(self.mem)
@@ -113,7 +113,7 @@ cdef class Cells(Memory):
         return i
 
     def sequences(self):
-        """Return {seq_id: (lowest, highest, number of cells)} of what is not empty."""
+        """Return {seq_id: (lowest, highest, number of cells)} of non-empty sequences."""
         cdef int32_t s, lo = 0, hi = 0
         cdef dict found = {}
         self.lock_read()
@@ -128,7 +128,7 @@ cdef class Cells(Memory):
             self.lock.unlock()
 
     def compact(self):
-        """Move cells down to the lowest ones; the number of cells that moved."""
+        """Move used cells to the lowest places; return the number of moved cells."""
         cdef int64_t moved
         self.lock_write()
         try:
@@ -145,7 +145,7 @@ cdef class Cells(Memory):
             self.lock.unlock()
 
     def prefix_version(self, seq_id):
-        """Name what a sequence holds now; the name stays true while none of it is changed."""
+        """Return a prefix version of the sequence, which is valid until one of its cells changes."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         self.lock_read()
         try:
@@ -154,7 +154,7 @@ cdef class Cells(Memory):
             self.lock.unlock()
 
     def holds_prefix(self, seq_id, uint64_t version):
-        """Tell whether a sequence still holds all that it held when it was named."""
+        """Return whether the sequence is unchanged since this prefix version was taken."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         self.lock_read()
         try:
@@ -163,7 +163,7 @@ cdef class Cells(Memory):
             self.lock.unlock()
 
     def needs_removal(self, seq_id):
-        """Tell whether a sequence holds the rest of a decode that was stopped, and cannot go on."""
+        """Return whether a failed decode left the sequence in a state that only removal cures."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         self.lock_read()
         try:
@@ -172,7 +172,7 @@ cdef class Cells(Memory):
             self.lock.unlock()
 
     def can_resume(self, seq_id, pos):
-        """Tell whether a decode at pos, after removing from pos on, would be right."""
+        """Return whether removing from pos on and decoding at pos gives the right logits."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max), p, lo = 0, hi = 0
         if pos is None:
             raise TypeError("pos must be an integer, not None")
@@ -193,7 +193,7 @@ cdef class Cells(Memory):
             self.lock.unlock()
 
     def copy_prefix(self, src, dst, n):
-        """Make dst hold the positions below n of src, and nothing else."""
+        """Replace dst by the positions below n of src."""
         cdef int32_t s = _seq(src, self.n_seq_max), d = _seq(dst, self.n_seq_max), end
         if n is None:
             raise TypeError("n must be an integer, not None: copy_kv_cache_seq copies all")
@@ -201,13 +201,13 @@ cdef class Cells(Memory):
         if s != d and end > 0:
             self.seq_cp(s, d, 0, end, "copy_prefix")
             return
-        # To itself: keep the prefix. An empty prefix: nothing is left.
+        # src == dst keeps the prefix; an empty prefix removes everything.
         if not self.seq_rm(d, end, None):
             raise UnsupportedOperation(
                 "copy_prefix", f"{self.memory_kind} memory cannot cut sequence {d} at {end}", "memory")
 
     def remove(self, seq_id, p0, p1):
-        """Remove ``[p0, p1)`` and move what follows down; all or nothing."""
+        """Remove ``[p0, p1)`` and close the gap; all or nothing."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max), a = 0, b = 0
         cdef int32_t from_pos, to = INT32_MAX
         cdef lib.removal what

@@ -10,13 +10,13 @@ namespace pykv {
 namespace {
 
 constexpr float INF = std::numeric_limits<float>::infinity();
-// What a division by a temperature may reach before infinity; float32 ends at 3.4e38.
+// Limit after division by the temperature; float32 ends at 3.4e38.
 constexpr float LOGIT_MAX = 1e38f;
-// Logits of which the largest is found at once, and then looked for.
+// Logits per block: the block's largest value is computed first, then located.
 constexpr int32_t BLOCK = 512;
 
 struct block_facts {
-    float largest;  // NaN counts for nothing
+    float largest;  // ignores NaN
     bool  is_finite;  // or -inf
 };
 
@@ -24,7 +24,7 @@ block_facts look_at(const float * row, int32_t n) noexcept {
     block_facts found{-INF, true};
     int32_t     i = 0;
 #if defined(__GNUC__)
-    // Left to itself the compiler takes them one by one. 16 bytes: what every x86-64 and arm64 has.
+    // Explicit vectors, because the compiler does not vectorise this. All x86-64 and arm64 have 16 bytes.
     using floats = float __attribute__((vector_size(16)));
     using ints = int32_t __attribute__((vector_size(16)));
     const floats inf = floats{} + INF;
@@ -51,7 +51,7 @@ block_facts look_at(const float * row, int32_t n) noexcept {
     return found;
 }
 
-// Four side by side: one after the other each would wait for the one before.
+// Four independent chains, so that no comparison waits for the previous one.
 float largest_logit(const llama_token_data_array & found) noexcept {
     const llama_token_data * const data = found.data;
     float  a = -INF, b = -INF, c = -INF, d = -INF;
@@ -71,14 +71,14 @@ float largest_logit(const llama_token_data_array & found) noexcept {
 }  // namespace
 
 chooser::~chooser() {
-    // Each takes NULL.
+    // Each accepts NULL.
     llama_sampler_free(grammar);
     llama_sampler_free(penalties);
     llama_sampler_free(cuts);
     llama_sampler_free(choice);
 }
 
-// The first of the largest logits, as llama.cpp's greedy sampler finds it, without a list of candidates.
+// First index of the largest logit, as in llama.cpp's greedy sampler, without a candidate list.
 int32_t chooser::largest_of(const float * row, int32_t n, llama_token & token) noexcept {
     float   most = -INF;
     int32_t at = 0;
@@ -99,7 +99,7 @@ int32_t chooser::largest_of(const float * row, int32_t n, llama_token & token) n
     return CHOSEN;
 }
 
-// NaN, and infinity: among several of it nothing is likelier than the rest.
+// NaN and infinity: several infinite logits have no order.
 int32_t chooser::not_finite(const float * row, int32_t n) noexcept {
     where = llama_token(std::find_if(row, row + n, [](float x) { return !(x < INF); }) - row);
     return row[where] != row[where] ? CHOICE_NAN : CHOICE_INFINITE;
@@ -141,7 +141,7 @@ int32_t chooser::narrowed(const float * row, int32_t n, candidate_list & list, b
         return CHOICE_NONE_LEFT;
     }
     if (cuts) {
-        // Divided by the temperature the largest must stay finite: infinity less itself is NaN.
+        // The largest must stay finite after division by the temperature: infinity minus itself is NaN.
         if (temperature > 0 && std::abs(largest) > LOGIT_MAX * temperature) {
             for (size_t t = 0; t < found.size; ++t) {
                 found.data[t].logit -= largest;
@@ -190,7 +190,7 @@ int32_t chooser::choose(const float * row, int32_t n, candidate_list & list, lla
     }
     int32_t problem = CHOSEN;
     const int32_t code = guarded_void([&] {
-        // A grammar looks at each token of the vocabulary. Of the likeliest it has to allow one alone.
+        // Applying the grammar to the whole vocabulary is slow. First try the likeliest token alone.
         const bool is_tried = grammar && !cuts;
         problem = chosen(row, n, list, grammar && !is_tried, token);
         if (is_tried && (problem != CHOSEN || !allows(token))) {

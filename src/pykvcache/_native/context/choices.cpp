@@ -10,7 +10,7 @@ namespace pykv {
 
 namespace {
 
-// What a thread should have to do (chooser::cost), so that another one is a gain: some 10 us.
+// Minimum work per thread (chooser::cost) that pays for another thread: about 10 us.
 constexpr size_t COST_PER_THREAD = 32768;
 
 }  // namespace
@@ -25,7 +25,7 @@ void choices::begin(size_t n, int n_threads) {
 void choices::choose(one & each, int32_t n_vocab, chooser::candidate_list & list) noexcept {
     each.code = each.sampler->choose(each.row, n_vocab, list, each.token);
     if (each.code == CAUGHT) {
-        // What was caught is known on this thread alone, until its next call.
+        // caught() is thread-local and lasts until the next call.
         std::snprintf(each.why, sizeof each.why, "%s", caught().c_str());
         each.no_memory = caught_memory();
     }
@@ -40,7 +40,7 @@ void choices::recall(size_t i) const noexcept {
     }
 }
 
-// A sampler that two requests share chooses for one after the other.
+// Requests that share a sampler are served one after the other.
 bool choices::have_own_samplers() noexcept {
     bool are_own = true;
     for (one & each : all) {

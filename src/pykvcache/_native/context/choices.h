@@ -1,5 +1,5 @@
-// The choices of many requests after one decode: each has a sampler and a row of its own, so the threads
-// that have computed the rows choose from them, too.
+// Chooses tokens for many requests after one decode. Each request has its own sampler and row, so the compute
+// threads choose in parallel.
 #pragma once
 
 #include <vector>
@@ -10,15 +10,15 @@ namespace pykv {
 
 class choices {
   public:
-    // Make room for `n` requests, by up to `n_threads` threads; may throw.
+    // Reserve memory for `n` requests and up to `n_threads` threads; may throw.
     void begin(size_t n, int n_threads);
     void set(size_t i, chooser * sampler, const float * row) { all[i] = {sampler, row}; }
-    // Let all of them choose.
+    // Choose for all of them.
     void run(int32_t n_vocab) noexcept;
 
     int32_t     code(size_t i) const { return all[i].code; }
     llama_token token(size_t i) const { return all[i].token; }
-    // Where the code is CAUGHT: let caught() answer for this request.
+    // After CAUGHT: make caught() return this request's exception.
     void recall(size_t i) const noexcept;
 
   private:

@@ -1,7 +1,7 @@
-# Python integers to C, and which error each wrong one is.
+# Convert Python integers to C, with a typed error for each wrong value.
 
 cdef inline object _whole(object value, str what):
-    """An int and no more: it is read once, and before a lock is taken, for that may call anything."""
+    """Convert to an int, once and before a lock is taken, because it may run any Python code."""
     return value if type(value) is int else as_index(value, what)
 
 
@@ -24,7 +24,7 @@ cdef inline int32_t _seq(object value, int n_seq_max) except -1:
 
 
 cdef inline int32_t _p0(object value, str what="p0") except -1:
-    """The start of a range; ``None`` is 0."""
+    """Convert the start of a range; ``None`` is 0."""
     cdef int overflow = 0
     cdef long long n
     if value is None:
@@ -40,7 +40,7 @@ cdef inline int32_t _p0(object value, str what="p0") except -1:
 
 
 cdef inline int32_t _p1(object value, str what="p1") except -1:
-    """The end of a range; ``None`` is the end of the sequence."""
+    """Convert the end of a range; ``None`` is the end of the sequence."""
     cdef int overflow = 0
     cdef long long n
     if value is None:
@@ -56,7 +56,7 @@ cdef inline int32_t _p1(object value, str what="p1") except -1:
 
 
 cdef inline int _range(object p0, object p1, int32_t* a, int32_t* b) except -1:
-    """Both ends of a range; what it selects may be nothing, but it must not run backwards."""
+    """Convert both ends of a range, which may be empty but not reversed."""
     a[0] = _p0(p0)
     b[0] = _p1(p1)
     if a[0] > b[0]:
@@ -66,7 +66,7 @@ cdef inline int _range(object p0, object p1, int32_t* a, int32_t* b) except -1:
 
 
 cdef inline long long _int(object value, str what, long long lo, long long hi) except? -1:
-    """An integer in ``[lo, hi]``; ``ValueError`` names the limits."""
+    """Convert an integer in ``[lo, hi]``; ``ValueError`` names the limits."""
     cdef int overflow = 0
     cdef long long n
     value = _whole(value, what)
@@ -79,7 +79,7 @@ cdef inline long long _int(object value, str what, long long lo, long long hi) e
 
 
 cdef inline int32_t _token(object value, long long n_vocab) except -1:
-    """A token of a vocabulary."""
+    """Convert a token of a vocabulary."""
     cdef int overflow = 0
     cdef long long n
     value = _whole(value, "token")
@@ -108,8 +108,8 @@ cdef object _floats(const vector[float]& values):
 
 
 cdef object _array(view, dtype):
-    """An array over a buffer, without a copy; None: of any numbers."""
-    # Where memory is short, NumPy makes another one of the items, and says nothing.
+    """Return an array over a buffer without a copy; dtype None accepts any number type."""
+    # If memory is short, NumPy silently falls back to copying item by item.
     made = np.asarray(view)
     if made.dtype.hasobject or (dtype is not None and made.dtype != dtype):
         raise MemoryError("no memory for an array over a buffer")

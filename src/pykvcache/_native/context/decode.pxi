@@ -1,4 +1,4 @@
-# Running what batch.pxi has checked.
+# Run batches that batch.pxi has checked.
 
 cdef class Decoding(Batch):
     """``llama_decode`` and ``llama_encode`` behind checks."""
@@ -8,7 +8,7 @@ cdef class Decoding(Batch):
     # Decode --------------------------------------------------------------------------
 
     def decode_tokens(self, tokens, seq_id):
-        """Append tokens to a sequence; False, and nothing done, where they are not plain ones."""
+        """Append tokens to a sequence; return False and do nothing if they are not plain ints."""
         cdef vector[int32_t] values
         if not _plain_ints(tokens, values):
             return False
@@ -16,7 +16,7 @@ cdef class Decoding(Batch):
         return True
 
     def decode_vector(self, tokens, seq_id, bint want_row):
-        """Append an int32 vector to a sequence; the logits of its last token if they are wanted."""
+        """Append an int32 vector to a sequence; return the last token's logits if wanted."""
         cdef vector[int32_t] values
         if not _plain_ints(tokens, values):
             raise TypeError("an int32 vector is expected")
@@ -46,18 +46,18 @@ cdef class Decoding(Batch):
                 self.flags[i] = self.embeddings
             self.flags[n - 1] = 1
             self.run_parts(n, 1)
-            # In the same hold of the lock: another thread may decode right after it.
+            # Read under the same lock: another thread may decode right after.
             return self.logit_row(-1, True, <int32_t>n) if want_row else None
         finally:
             self.lock.unlock()
 
     def decode_batch(self, Rows rows not None):
-        """Decode tokens of several sequences, in parts where they are more than n_batch."""
+        """Decode tokens of several sequences, split into parts of at most n_batch."""
         cdef int32_t width
         self.lock_write()
         try:
             self.load_rows(rows, False)
-            # From here on the copy counts: the rows may change while others run.
+            # Only the copy is used from here: other threads may change the rows.
             width = <int32_t>rows.width
             self.check_batch(<Py_ssize_t>self.token.size(), width, False)
             self.run_parts(<int64_t>self.token.size(), width)
@@ -65,7 +65,7 @@ cdef class Decoding(Batch):
             self.lock.unlock()
 
     cdef int run_parts(self, int64_t n, int32_t width) except -1:
-        """Decode the checked arrays in as few calls as the context allows."""
+        """Decode the checked arrays in as few calls as possible."""
         cdef int64_t limit = self.part_limit(n, width), start = 0
         cdef int32_t size, code
         cdef lib.llama_batch batch
@@ -95,12 +95,12 @@ cdef class Decoding(Batch):
             raise
         finally:
             self.end_work()
-            # Last: a user's log handler may raise anything.
+            # Last, because the user's log handler may raise.
             _drain_log()
         return 0
 
     cdef int begin_work(self) except -1:
-        """Let abort() and Ctrl-C stop what follows."""
+        """Allow abort() and Ctrl-C to stop the following decode."""
         cdef bint stops = _stops_decodes()
         self.abort_flag.begin()
         _defer_sigint()
@@ -115,9 +115,9 @@ cdef class Decoding(Batch):
             lib.sigint.end()
 
     cdef int check_room(self, int64_t n, int32_t width) except -1:
-        """Refuse what cannot fit before any of it is computed: each token takes a free cell.
+        """Refuse a batch that cannot fit before computing any of it: each token takes a free cell.
 
-        Windows may reuse cells or not, so that a decode there can still find itself without room.
+        Windows may or may not reuse cells, so a decode there can still run out of room.
         """
         cdef int64_t counts[MAX_SEQ]
         cdef int64_t i, free_cells = lib.n_free(self.mem, 0)
@@ -144,7 +144,7 @@ cdef class Decoding(Batch):
         return 0
 
     cdef int check_wanted(self, int64_t start) except -1:
-        """Stop between two parts, where nothing is unfinished."""
+        """Stop between two parts, where no work is half done."""
         if self.abort_flag.is_wanted():
             raise DecodeAborted(
                 f"the decode was aborted; {start} tokens of this call were decoded before and stay", 2,
@@ -162,7 +162,7 @@ cdef class Decoding(Batch):
         return code
 
     cdef int decode_failed(self, int32_t code, lib.llama_batch batch, int64_t done_so_far) except -1:
-        """Raise what a non-zero code means; what is left in the sequences is said."""
+        """Raise the exception of a non-zero code, with what is left in the sequences."""
         cdef int32_t s
         if code == lib.CAUGHT:
             raise self.fail("decode")
@@ -192,7 +192,7 @@ cdef class Decoding(Batch):
     # Encoder -------------------------------------------------------------------------
 
     def encode(self, Rows rows not None):
-        """Run ``llama_encode`` over a whole batch at once."""
+        """Run ``llama_encode`` on a whole batch."""
         cdef Py_ssize_t i, n
         cdef int32_t code, width
         cdef lib.llama_batch batch

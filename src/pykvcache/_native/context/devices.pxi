@@ -1,4 +1,4 @@
-# What ggml computes on, here and on servers of ggml's RPC, and how often it was asked.
+# ggml's devices, here and on RPC servers, and counts of transfers.
 
 
 def devices():
@@ -23,12 +23,12 @@ def device_facts():
 
 
 def max_devices():
-    """Return how many devices a model can be given (``llama_max_devices``)."""
+    """Return the maximum number of devices of a model (``llama_max_devices``)."""
     return lib.llama_max_devices()
 
 
 cdef int _check_lost(const lib.device_links& links, str what) except -1:
-    """Refuse to go on with a connection that was lost."""
+    """Raise ``DeviceLost`` if a connection was lost."""
     cdef const lib.device_link* lost = lib.lost_link(links)
     if lost != NULL:
         raise DeviceLost(_text(lost.endpoint), what, _text(lost.why()))
@@ -36,14 +36,14 @@ cdef int _check_lost(const lib.device_links& links, str what) except -1:
 
 
 def transfers():
-    """Return what was asked of devices since the process began: reads, writes, bytes of each; for tests."""
+    """Return transfers since the process began: reads, writes, bytes of each; for tests."""
     cdef lib.transfer_counts n = lib.transfers()
     return n.reads, n.writes, n.bytes_read, n.bytes_written
 
 
 def hide_host(bint hidden, bint even=False):
-    """Treat all tensors as if they lay in the memory of a device, or no longer; for tests.
+    """Treat all tensors as if they were in device memory, or stop doing so; for tests.
 
-    With `even`, of one that copies runs at even distances by one request.
+    With `even`, of a device that copies evenly spaced runs in one request.
     """
     lib.hide_host(hidden, even)

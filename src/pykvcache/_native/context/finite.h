@@ -1,4 +1,4 @@
-// Whether a row of outputs is finite: one pass over it, which the compiler vectorises.
+// Finds NaN and infinity in a row of outputs, in one vectorised pass.
 #pragma once
 
 #include <cstddef>
@@ -16,16 +16,16 @@ namespace pykv {
 
 constexpr uint32_t FLOAT_SIGN = 0x80000000, FLOAT_INFINITE = 0x7f800000;
 
-// Whether some float has all bits of its exponent set.
+// Returns whether any float has all exponent bits set.
 PYKV_INLINE bool has_not_finite(const float * row, size_t n) noexcept {
     constexpr uint32_t LOWEST_EXPONENT = 0x00800000;
-    constexpr size_t   WIDTH = 32;  // as many sums as keep a core busy
+    constexpr size_t   WIDTH = 32;  // independent sums that keep a core busy
     const auto exponent_of = [row](size_t i) {
         uint32_t bits;
         std::memcpy(&bits, row + i, sizeof bits);
         return bits & FLOAT_INFINITE;
     };
-    // One more than all bits carries into the sign.
+    // Adding one to a full exponent carries into the sign.
     uint32_t found[WIDTH] = {};
     size_t   i = 0;
     for (; i + WIDTH <= n; i += WIDTH) {
@@ -44,7 +44,7 @@ PYKV_INLINE bool has_not_finite(const float * row, size_t n) noexcept {
 }
 
 #ifdef PYKV_AVX2
-// The same in half the time; a build for any processor may hold it, and asks before it is called.
+// The same in half the time. Portable builds contain it and check the processor first.
 __attribute__((target("avx2"))) inline bool has_not_finite_avx2(const float * row, size_t n) noexcept {
     return has_not_finite(row, n);
 }
@@ -60,7 +60,7 @@ inline bool may_be_not_finite(const float * row, size_t n) noexcept {
     return has_not_finite(row, n);
 }
 
-// The first place of NaN or infinity, or -1. Of logits, minus infinity says that a token cannot come.
+// First index of NaN or infinity, or -1. In logits, minus infinity is valid: it excludes a token.
 inline int64_t first_not_finite(const float * row, size_t n, bool is_logits) noexcept {
     if (!may_be_not_finite(row, n)) {
         return -1;

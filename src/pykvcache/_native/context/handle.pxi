@@ -1,11 +1,11 @@
-# The context's pointer, its lock and its life.
+# The context's pointer, lock and lifetime.
 
-@cython.no_gc_clear  # __dealloc__ frees the context before the model that it points into
+@cython.no_gc_clear  # __dealloc__ frees the context before its model
 cdef class Handle:
     """Own a ``llama_context``; methods run between lock_read() or lock_write(), and lock.unlock()."""
 
     cdef lib.llama_context* ctx
-    # What is known of the sequences, and the only way to change them; `mem` only reads.
+    # Owns the facts about sequences and changes them; `mem` only reads.
     cdef lib.sequence_facts seqs
     cdef const lib.memory* mem
     cdef shared_ptr[lib.llama_model] model_ref
@@ -17,7 +17,7 @@ cdef class Handle:
     cdef int generation
     cdef bint closed
     cdef bint stopped
-    # How many buffers over the context's memory are in use: close() frees it only after the last of them.
+    # Number of exported buffers over the context's memory; close() frees it after the last one is released.
     cdef int exports
     cdef object __weakref__
     cdef bint broken
@@ -29,7 +29,7 @@ cdef class Handle:
     cdef lib.context_facts effective
     cdef int kind
     cdef bint streams, shiftable
-    # Whether graphs ask the index which cells to attend to; None where no setting decides that.
+    # Whether graphs use the index of sparse attention; None if no setting decides that.
     cdef readonly object index_use
 
     def __cinit__(self, Model model not None, dict params not None):
@@ -61,7 +61,7 @@ cdef class Handle:
         if ctx == NULL:
             why = _text(lib.caught()) or notes or "llama.cpp gave no reason"
             raise ContextCreateError(f"cannot create a context: {why}")
-        # It reads the rotation's factors, wherever they lie.
+        # Reads RoPE factors, which may be in device memory.
         with nogil:
             is_open = self.seqs.open(ctx, self.model_adapters.get())
         _check_lost(self.links, "create")
@@ -104,13 +104,13 @@ cdef class Handle:
         if self.pooling_type == 4 and not model.facts.has_classifier:
             raise ContextCreateError(
                 "pooling_type='rank' needs a model with a classifier", "pooling_type", "rank")
-        # After what an argument can mend.
+        # Checked last: report errors that the caller can fix first.
         if self.effective.fault[0] != 0:
             raise ContextCreateError(self.effective.fault.decode(), "model")
         _live.add(self)
 
     cdef int check_kept_states(self, uint32_t asked) except -1:
-        """Refuse earlier states that llama.cpp would not keep, or for which its steps have no room."""
+        """Refuse ``n_rs_seq`` where llama.cpp keeps no earlier states or its graph has no room for them."""
         cdef uint32_t most
         if (lib.look_at_memory(self.mem).max_rollback != asked or not self.causal
                 or not lib.look_at_model(self.model_ref.get()).causal):
@@ -129,8 +129,7 @@ cdef class Handle:
         return 0
 
     def __dealloc__(self):
-        # Threads do not survive a fork, and may still run while the process ends:
-        # what cannot be freed safely is left to the system.
+        # After a fork, or while the process exits, freeing is not safe: leave it to the system.
         if self.generation == _generation and not self.stopped:
             self.free()
 
@@ -145,12 +144,12 @@ cdef class Handle:
         self.model_ref.reset()
 
     cdef void free_late(self) noexcept:
-        """Free what close() had to leave, once no buffer is in use."""
+        """Free the context after close(), once no buffer is exported."""
         if self.closed and self.exports == 0 and self.generation == _generation and not self.stopped:
             self.free()
 
     cdef int lock_write(self) except -1:
-        """Take the lock for a call that changes cells: not in a state that nobody knows."""
+        """Take the lock for a call that changes cells; refuse a broken context."""
         self.lock_read()
         if self.broken:
             self.lock.unlock()
@@ -169,7 +168,7 @@ cdef class Handle:
                 raise ReentryError("a callback of this context called the context itself")
             with nogil:
                 self.lock.lock()
-        if self.closed or self.ctx == NULL:  # or not made yet: the collector shows objects early
+        if self.closed or self.ctx == NULL:  # NULL before __cinit__ ends: the collector shows objects early
             self.lock.unlock()
             raise ClosedError("the context is closed")
         if lib.lost_link(self.links) != NULL:
@@ -185,7 +184,7 @@ cdef class Handle:
         return 0
 
     cdef int check_open(self) except -1:
-        """Refuse what asks a closed context for a fact that needs no lock."""
+        """Raise if closed; for facts that need no lock."""
         self.check_process()
         if self.closed:
             raise ClosedError("the context is closed")
@@ -199,7 +198,7 @@ cdef class Handle:
         return 0
 
     cdef object too_far(self, object position, str what, p0=None, p1=None):
-        """What to raise for a position past the highest."""
+        """Return the exception for a position above the maximum."""
         cdef int32_t last = self.max_position
         if last >= INT32_MAX - 32 - self.model.n_swa:
             why = "the limit of positions"
@@ -217,11 +216,11 @@ cdef class Handle:
         return _caught_error(where)
 
     cdef object fail_to_read(self, str where):
-        """The exception for a call that only reads: without memory for it nothing has changed."""
+        """Return the exception for a failed read; if memory ran out, the context stays usable."""
         return _caught_error(where) if lib.caught_memory() else self.fail(where)
 
     def close(self):
-        """Free the context; waits for a running call of another thread."""
+        """Free the context; wait for a running call of another thread."""
         if self.generation != _generation:
             self.closed = True
             return
@@ -249,7 +248,7 @@ cdef class Handle:
         self.stopped = True
 
     def is_eog(self, int32_t token):
-        """Call ``llama_vocab_is_eog``; the model may have been closed meanwhile."""
+        """Call ``llama_vocab_is_eog`` under the lock, which keeps the model open."""
         self.lock_read()
         try:
             if self.model.vocab_type == 0 or token < 0 or token >= self.n_vocab:
@@ -260,7 +259,7 @@ cdef class Handle:
 
     @property
     def flash_attn(self):
-        """Whether flash attention is used, after "auto" was resolved."""
+        """Whether flash attention is used, with "auto" resolved."""
         return self.effective.flash_attn
 
     @property
@@ -285,19 +284,19 @@ cdef class Handle:
 
     @property
     def is_inherited(self):
-        """Whether the process has forked since it was made."""
+        """Whether the context was made before a fork of this process."""
         return self.generation != _generation
 
     def abort(self):
-        """Ask a running decode to stop; tells whether one was running."""
+        """Stop a running decode; return whether one was running."""
         if self.generation != _generation:
             return False
         return self.abort_flag.ask()
 
     def abort_at(self, step):
-        """Stop the decode that makes this step of a graph from now on, 0 for none; for tests.
+        """Abort at the given graph step, counted from now; 0 disables; for tests.
 
-        Returns how many steps the last such call still waited for: 0 where it has stopped one.
+        Returns the remaining steps of the previous call: 0 if it aborted a decode.
         """
         return self.abort_flag.ask_at(_int(step, "step", 0, INT32_MAX))
 
@@ -333,7 +332,7 @@ cdef class Handle:
 
 
 cdef int _fill_context_params(lib.llama_context_params* p, dict d) except -1:
-    """Write validated values into the struct; every key is written, none is optional."""
+    """Write validated values into the struct; every key is required."""
     p.n_ctx = d["n_ctx"]
     p.n_batch = d["n_batch"]
     p.n_ubatch = d["n_ubatch"]

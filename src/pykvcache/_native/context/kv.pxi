@@ -1,13 +1,13 @@
-# A live cache as arrays: where it lies, and reading it while nothing changes it.
+# A live cache as arrays: where tensors are, and reading them under the lock.
 
-# NumPy has these; of other types it sees the bytes of the blocks.
+# Types that NumPy has; others are passed as bytes of blocks.
 cdef dict _FORMATS = {0: (b"f", 4), 1: (b"e", 2), 30: (b"H", 2)}
 
 
-@cython.no_gc_clear  # the context is asked for when an array over this memory dies
+@cython.no_gc_clear  # releasing an array over this memory needs the context
 @cython.final
 cdef class Memory3D:
-    """Read-only memory of a context as a buffer; the context is not freed while one is there."""
+    """Read-only memory of a context as a buffer, which keeps the context from being freed."""
 
     cdef Handle owner
     cdef Region region
@@ -43,7 +43,7 @@ cdef class Memory3D:
 
 @cython.final
 cdef class Region:
-    """Part of a live tensor, shape (tokens, heads, values), until the cells change."""
+    """Part of a live tensor, shape (tokens, heads, values); valid until cells change."""
 
     cdef readonly Handle owner
     cdef uint64_t epoch
@@ -58,7 +58,7 @@ cdef class Region:
 
     @property
     def is_valid(self):
-        """Whether reading would succeed."""
+        """Whether the cells are unchanged, so that reading succeeds."""
         return not self.owner.is_closed and self.epoch == self.owner.seqs.epoch()
 
 
@@ -80,9 +80,9 @@ cdef Region _region(
 
 
 def read_regions(list regions, func):
-    """Call ``func(*arrays)`` over regions of one context, which nothing can change meanwhile.
+    """Call ``func(*arrays)`` over regions of one context, under its lock.
 
-    What `func` returns must not keep the arrays: it is read later, without these checks.
+    The result of `func` must not refer to the arrays: it is used without the lock.
     """
     cdef Handle owner
     cdef Region region
@@ -109,7 +109,7 @@ def read_regions(list regions, func):
 
 
 cdef class Arrays(Cells):
-    """The tensors of the cells."""
+    """Access to the tensors of cells."""
 
     cdef int part_of(self, str part) except -1:
         if part not in _PARTS:
@@ -121,7 +121,7 @@ cdef class Arrays(Cells):
     def tensors(self, str part not None):
         """Return (layer, (type, heads, dim) of keys, the same of values or None) of one part.
 
-        Of the recurrent part: of the states r and s, either of which a layer may lack.
+        For the recurrent part: of the states r and s, each of which a layer may lack.
         """
         cdef lib.memory_part which = <lib.memory_part>self.part_of(part)
         cdef lib.live_tensor a, b
@@ -141,7 +141,7 @@ cdef class Arrays(Cells):
             self.lock.unlock()
 
     def hadamard(self, str part not None):
-        """Return the edges of the matrices that K and V are multiplied by; 0 for none."""
+        """Return the sizes of the Hadamard matrices applied to K and V; 0 for none."""
         cdef lib.hadamard_facts facts
         cdef lib.memory_part which = <lib.memory_part>self.part_of(part)
         self.lock_read()
@@ -152,9 +152,9 @@ cdef class Arrays(Cells):
             self.lock.unlock()
 
     def rope(self, uint32_t layer):
-        """Return how the graph rotates the keys of a layer; None where there are none, or not turned.
+        """Return how the graph rotates a layer's keys; None if it has none or does not rotate them.
 
-        Where ``known`` is False, the graph does something that these settings do not describe.
+        ``known`` is False if the graph does something that these settings do not describe.
         """
         cdef lib.key_rope rope
         cdef vector[float] factors
@@ -176,10 +176,10 @@ cdef class Arrays(Cells):
             self.lock.unlock()
 
     def rope_settings(self, uint32_t layer):
-        """Return what could be read of a layer's rotation, known or not; None where it has no keys.
+        """Return the rotation settings of a layer, known or not; None if it has no keys.
 
-        Equal ones of one model rotate alike; what they do to keys only `rope` tells. Where nothing
-        could be read they are the context's settings, and ``known`` is False.
+        Equal settings of one model rotate alike; `rope` says what they do to keys. If the graph could
+        not be read, these are the context's settings and ``known`` is False.
         """
         self.lock_read()
         try:
@@ -190,10 +190,10 @@ cdef class Arrays(Cells):
             self.lock.unlock()
 
     def rope_beside_copies(self, uint32_t layer, bint everywhere):
-        """Return `rope_settings` as they are read while graphs store copies; for tests.
+        """Return `rope_settings` as read from a graph that stores copies; for tests.
 
-        A scheduler of several devices leaves the context's reserved graph so. With `everywhere`, the
-        graph that is read is like that too.
+        A scheduler of several devices leaves the context's reserved graph like that. With `everywhere`,
+        the graph built for reading is like that too.
         """
         self.lock_read()
         try:
@@ -216,7 +216,7 @@ cdef class Arrays(Cells):
         }
 
     def in_window(self, const int32_t[::1] positions not None, int32_t next_pos):
-        """Return which positions the window shows to a query at `next_pos`."""
+        """Return the window positions that a query at `next_pos` sees."""
         cdef Py_ssize_t i
         cdef uint8_t[::1] view
         seen = np.empty(positions.shape[0], np.uint8)
@@ -230,12 +230,12 @@ cdef class Arrays(Cells):
             self.lock.unlock()
 
     def take(self, seq_id, bint copy):
-        """Return what a sequence holds: per part (part, positions, extended or None, layers).
+        """Return a sequence's cells: per part (part, positions, extended or None, layers).
 
-        Of the recurrent part, its first position stands in the place of `extended`. Layers are
-        (layer, type, data, type, data): K and V or the states r and s, of which one may be None.
-        Data is bytes (tokens, heads, bytes of a head), or a `Region` where not copied. Tokens are
-        in the order of their positions, and pending updates applied first.
+        The recurrent part has its first position in place of `extended`. Layers are (layer, type,
+        data, type, data): K and V, or the states r and s, one of which may be None. Data is bytes
+        (tokens, heads, bytes of a head), or a `Region` if not copied. Tokens are ordered by
+        position; pending updates are applied first.
         """
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         cdef lib.memory_part part
@@ -337,7 +337,7 @@ cdef class Arrays(Cells):
 
 
 def largest_value(uint64_t n, bint as_f16=False):
-    """Return the largest number that rows of n values may hold without products that overflow."""
+    """Return the largest value that rows of n values may hold without overflowing products."""
     return lib.largest_value(n, as_f16)
 
 

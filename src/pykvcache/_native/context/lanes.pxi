@@ -1,13 +1,13 @@
-# Tokens of sequences, and what appends to them: the choice of a token and its place are one call.
+# Tokens of sequences, and the writers that choose a token and append it in one call.
 
 cdef object _now = time.perf_counter
 cdef uint64_t _n_writers = 0
 
 
 cdef class Tokens:
-    """Tokens in memory that grows, and how many of them a context's memory holds, by what name.
+    """Growing array of tokens, with the number that the memory holds and their prefix version.
 
-    `seq_id` is the sequence that holds them, -1 for none. `writer` names who put the last chosen one.
+    `seq_id` is the sequence that holds them, -1 for none. `writer` is the last `Writer` that appended.
     """
 
     cdef object array
@@ -32,13 +32,13 @@ cdef class Tokens:
 
     @property
     def tokens(self):
-        """All tokens, read-only; later edits do not change an array that was handed out."""
+        """All tokens, read-only; later edits do not change a returned array."""
         cdef uint64_t edits = self.edits
         frozen = self.frozen
         if frozen is None:
             frozen = self.part(0, self.n).copy()
             frozen.flags.writeable = False
-            # Another thread may have put a token there while NumPy copied.
+            # Another thread may have appended while NumPy copied.
             if edits == self.edits:
                 self.frozen = frozen
         return frozen
@@ -61,7 +61,7 @@ cdef class Tokens:
         self.replace(self.n, values)
 
     def replace(self, Py_ssize_t begin, values):
-        """Put tokens in the place of those from `begin` on."""
+        """Replace the tokens from `begin` on."""
         cdef vector[int32_t] more
         cdef Py_ssize_t count
         if not _plain_ints(values, more):
@@ -76,7 +76,7 @@ cdef class Tokens:
             self.changed()
 
     def append_plain(self, values, int32_t n_vocab):
-        """Append ids of a vocabulary; False, and nothing done, where they are not plain or not all such."""
+        """Append token ids; return False and do nothing unless all are plain ints of the vocabulary."""
         cdef vector[int32_t] more
         cdef int32_t token
         if not _plain_ints(values, more):
@@ -102,7 +102,7 @@ cdef class Tokens:
         self.changed()
 
     cdef void put(self, int32_t token) noexcept:
-        """Put one token where there is room."""
+        """Append one token into reserved memory."""
         self.data[self.n] = token
         self.n += 1
         self.changed()
@@ -120,7 +120,7 @@ cdef class Tokens:
         PyObject_GetBuffer(grown, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
         if self.n:
             memcpy(view.buf, self.data, self.n * sizeof(int32_t))
-        # Nobody else has it whole, and views keep it: its memory stays where it is.
+        # Views keep the old array alive, and it is never resized.
         self.data = <int32_t*>view.buf
         PyBuffer_Release(&view)
         self.array = grown
@@ -129,7 +129,7 @@ cdef class Tokens:
 
 
 cdef class Writer:
-    """Appends what a sampler chooses to a sequence; of several of one sequence the newest goes on."""
+    """Appends a sampler's tokens to a sequence; of several writers only the newest may continue."""
 
     cdef readonly Tokens ledger
     cdef Sampler sampler
@@ -146,14 +146,14 @@ cdef class Writer:
 
     @property
     def is_overtaken(self):
-        """Whether another one has written since this one did."""
+        """Whether another writer has appended since this one did."""
         return self.was_overtaken()
 
     cdef bint was_overtaken(self) noexcept:
         return self.n_written > 0 and self.ledger.writer != self.name
 
     def write(self, Decoding ctx not None, const float[::1] row not None):
-        """Choose a token from logits and append it; False, and nothing appended, for one that ends."""
+        """Choose a token from logits and append it; return False for an end token, which is not appended."""
         cdef int32_t code, token = 0, n = self.sampler.check_row(ctx, row)
         self.ledger.reserve(self.ledger.n + 1)
         code = self.sampler.choose(row, &token)
@@ -173,8 +173,8 @@ cdef class Writer:
 
 
 cdef bint _is_end(Decoding ctx, int32_t token) except -1:
-    # Context and model may have been closed since the logits were taken; with the interpreter's lock held
-    # they cannot be in between here.
+    # Context and model may have been closed since the logits were taken. The GIL is held, so they cannot
+    # be closed between the check and the call.
     if ctx.model_ref.get() == NULL:
         raise ClosedError("the context is closed")
     return ctx.model.vocab_type != 0 and lib.llama_vocab_is_eog(ctx.model.vocab, token)
@@ -182,7 +182,7 @@ cdef bint _is_end(Decoding ctx, int32_t token) except -1:
 
 @cython.final
 cdef class Lane(Writer):
-    """One request: its tokens, its sampler, and what has come of it."""
+    """One request: its tokens, its sampler and its results."""
 
     cdef frozenset stops
     cdef Py_ssize_t most
@@ -206,18 +206,18 @@ cdef class Lane(Writer):
 
     @property
     def is_full(self):
-        """Whether it has all the tokens that it may have."""
+        """Whether it has reached its maximum number of tokens."""
         return len(self.tokens) >= self.most
 
     cdef bint is_worth_a_look(self) except -1:
-        """Whether something is to be done about its last token: it may be the end."""
+        """Whether Python must look at it: it is over, failed, full or at a possible stop token."""
         cdef Py_ssize_t n = len(self.tokens)
         if self.watched or self.is_over or self.error is not None or n >= self.most:
             return True
         return n and len(self.stops) and self.tokens[n - 1] in self.stops
 
     def take(self, Decoding ctx not None, row not None):
-        """Choose a token from logits and append it; None where that ends it, see `error`."""
+        """Choose a token from logits and append it; None if that ends the request, see `error`."""
         cdef const float[::1] logits = row
         cdef int32_t code, token = 0
         try:
@@ -230,7 +230,7 @@ cdef class Lane(Writer):
         return token if self.chose(ctx, code, token, row if self.keeps_rows else None, _now()) else None
 
     cdef bint chose(self, Decoding ctx, int32_t code, int32_t token, object row, object now) except -1:
-        """Note what a choice came to; whether that is a token, which has its place by then."""
+        """Record the result of a choice; return whether it is a token, which is then appended."""
         if code != lib.CHOSEN:
             if code == lib.CHOICE_NAN or code == lib.CHOICE_INFINITE:
                 ctx.seqs.suspect()
@@ -240,14 +240,14 @@ cdef class Lane(Writer):
             if _is_end(ctx, token):
                 self.is_over = True
                 return False
-            self.ledger.reserve(self.ledger.n + 1)  # what was reserved before a decode may be used up
-            # A token that stands there is complete: what is kept beside it comes first.
+            self.ledger.reserve(self.ledger.n + 1)  # the room reserved before the decode may be used up
+            # Its row and time come first, so that an appended token is always complete.
             if row is not None:
                 self.rows.append(row)
             self.times.append(now)
             self.tokens.append(token)
         except (MemoryError, ClosedError) as error:
-            # The sampler has moved on, and the token is lost.
+            # The sampler has accepted the token, which is lost.
             self.error = error
             return False
         self.put(token)

@@ -1,8 +1,8 @@
-# The sequence operations, each behind its preconditions.
+# Sequence operations, each behind its preconditions.
 #
-# A sequence holds (token, position) pairs. After every operation that succeeds the
-# next logits are those of attention over exactly these cells; what this memory
-# cannot do that way is refused before llama.cpp is called, with nothing changed.
+# A sequence holds (token, position) pairs. After a successful operation the next logits
+# are those of attention over exactly these cells. An operation for which this memory
+# cannot guarantee that is refused before llama.cpp is called, with nothing changed.
 
 cdef dict _KIND_NAMES = {
     lib.MEMORY_NONE: "none",
@@ -22,7 +22,7 @@ cdef class Memory(Handle):
 
     @property
     def memory_kind(self):
-        """What kind of memory this is, as a word."""
+        """Kind of memory, as a word."""
         return _KIND_NAMES[self.kind]
 
     @property
@@ -35,7 +35,7 @@ cdef class Memory(Handle):
             self.lock.unlock()
 
     def can_shift(self):
-        """Tell whether seq_add can be right on this memory; no lock, since it never changes."""
+        """Return whether this memory can shift; needs no lock because it never changes."""
         self.check_open()
         return self.shiftable
 
@@ -49,7 +49,7 @@ cdef class Memory(Handle):
         return 0
 
     cdef int raise_caught(self, int32_t code, str where) except -1:
-        """Turn what a guarded call returned into an exception where it was caught."""
+        """Raise if a guarded call returned CAUGHT."""
         if code == lib.CAUGHT:
             raise self.fail(where)
         if lib.has_log():
@@ -59,7 +59,7 @@ cdef class Memory(Handle):
     # Positions -----------------------------------------------------------------------
 
     def seq_pos(self, seq_id, bint want_max):
-        """Return the lowest or highest position; -1 for empty, unused or out of range."""
+        """Return the lowest or highest position; -1 if empty, unused or out of range."""
         cdef int overflow = 0
         cdef long long n = _index(seq_id, "sequence id", &overflow)
         cdef int32_t lo = 0, hi = 0
@@ -77,14 +77,14 @@ cdef class Memory(Handle):
     # Removal -------------------------------------------------------------------------
 
     def clear(self, bint data):
-        """Call ``llama_memory_clear``; cures sequences that need removal, and a broken context."""
+        """Call ``llama_memory_clear``; also repairs sequences that need removal and a broken context."""
         cdef int32_t code
-        self.lock_read()  # and not lock_write(): it refuses a broken context
+        self.lock_read()  # not lock_write(), which refuses a broken context
         try:
             with nogil:
                 code = self.seqs.clear(data)
             if self.broken:
-                # An encode that threw has left this switched.
+                # An encode that threw leaves this flag switched.
                 lib.llama_set_causal_attn(self.ctx, self.causal)
                 self.broken = False
             self.raise_caught(code, "clear")
@@ -100,13 +100,13 @@ cdef class Memory(Handle):
         return self.raise_caught(code, where)
 
     def seq_rm(self, seq_id, p0, p1):
-        """Remove ``[p0, p1)``; False, and nothing changed, where the memory cannot."""
+        """Remove ``[p0, p1)``; return False and change nothing if the memory cannot."""
         cdef int32_t s, seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
         cdef int32_t a = 0, b = 0
         cdef lib.removal what
         _range(p0, p1, &a, &b)
         if a == 0 and b == INT32_MAX and not self.closed and lib.lost_link(self.links) != NULL:
-            return True  # gone with its server: closing a sequence must not raise
+            return True  # its cells are lost with the server, and closing a sequence must not raise
         self.lock_write()
         try:
             self.need_memory("clear_kv_cache_seq")
@@ -140,7 +140,7 @@ cdef class Memory(Handle):
     # Copy ----------------------------------------------------------------------------
 
     def seq_cp(self, src, dst, p0, p1, str operation):
-        """Make dst hold what src holds in ``[p0, p1)``, and nothing else."""
+        """Replace dst by the positions ``[p0, p1)`` of src."""
         cdef int32_t s = _seq(src, self.n_seq_max), d = _seq(dst, self.n_seq_max)
         cdef int32_t a = 0, b = 0, lo = 0, hi = 0
         cdef bint whole
@@ -164,13 +164,13 @@ cdef class Memory(Handle):
                 a, b = 0, INT32_MAX
             self.raise_refused(self.seqs.copy(s, d, a, b), d, "seq_cp")
             if self.kind == lib.MEMORY_OTHER:
-                # A removal clears the source's compressed rows at once, before a pending copy.
+                # A removal would clear the source's compressed rows before a pending copy reads them.
                 self.apply_pending()
         finally:
             self.lock.unlock()
 
     def copy_cache(self, src, dst, size):
-        """Make dst hold the positions below `size` of src, which must be a number."""
+        """Replace dst by the positions below `size` of src."""
         _seq(src, self.n_seq_max)
         _seq(dst, self.n_seq_max)
         if size is None:
@@ -179,10 +179,10 @@ cdef class Memory(Handle):
         self.seq_cp(src, dst, 0, size, "copy_cache")
 
     cdef bint selects(self, int32_t seq, int32_t a, int32_t b, int32_t lo, int32_t hi) noexcept:
-        """Whether a sequence that holds positions from lo to hi holds any in ``[a, b)``."""
+        """Return whether a sequence of positions lo to hi has any in ``[a, b)``."""
         if b <= lo or a > hi:
             return False
-        # Of a recurrent state only the last position has a cell.
+        # A recurrent state has a cell for its last position only.
         return (a <= lo and b > hi) or self.seqs.whole_only() or lib.holds(self.mem, seq, a, b)
 
     cdef int check_partial_copy(self, str operation, int32_t s, int32_t a, int32_t b) except -1:
@@ -255,7 +255,7 @@ cdef class Memory(Handle):
             self.lock.unlock()
 
     cdef int begin_move(self, str operation, int32_t seq, int32_t a, int32_t b) except -1:
-        """0 when there is nothing to move; refusals that hold for any delta come first."""
+        """Return 0 if there is nothing to move; raise if this memory or sequence cannot be shifted at all."""
         self.need_memory(operation)
         self.check_usable()
         if lib.why_no_shift(self.mem) == lib.SHIFT_MULTI_POS:
@@ -293,7 +293,7 @@ cdef class Memory(Handle):
 
     cdef int raise_problem(
             self, int problem, str what, int32_t where, object to, object p0, object p1) except -1:
-        """Say what is wrong with moving `where` to `to`; of a collision `where` is the target."""
+        """Raise for moving `where` to `to`; for a collision, `where` is the target."""
         if problem == lib.SHIFT_NEGATIVE or to < 0:
             raise PositionError(
                 f"{what} would move position {where} below 0", p0=p0, p1=p1, value=to, limit=0)
@@ -314,7 +314,7 @@ cdef class Memory(Handle):
             self.lock.unlock()
 
     cdef int apply_pending(self) except -1:
-        """Apply what is pending, where no abort() can stop it half-way."""
+        """Apply pending updates while abort() is disabled."""
         cdef int32_t code
         if not self.seqs.is_pending():
             return 0

@@ -1,4 +1,4 @@
-# The model: weights and vocabulary, shared by contexts and safe to use from several threads.
+# The model: weights and vocabulary, shared by contexts and thread-safe.
 
 cdef cbool _progress_gate(float fraction, void* data) noexcept nogil:
     if lib.loads.is_exiting():
@@ -7,7 +7,7 @@ cdef cbool _progress_gate(float fraction, void* data) noexcept nogil:
 
 
 cdef cbool _on_progress(float fraction, void* data) noexcept with gil:
-    """Ask the Python callback; a raising one stops the load and is raised afterwards."""
+    """Call the Python callback; an exception stops the load and is raised afterwards."""
     cdef list box = <list>data
     try:
         go_on = box[0](fraction) is not False
@@ -35,14 +35,14 @@ cdef class Model:
     cdef readonly object chat_template
     cdef readonly dict metadata
     cdef readonly tuple devices
-    # Connections to the machines that it lies on: empty where all is on this machine.
+    # Connections to RPC servers that hold layers; empty if all layers are local.
     cdef lib.device_links links
 
     def __cinit__(self, bytes path not None, dict params not None, object progress):
         cdef lib.llama_model_params p = lib.llama_model_default_params()
         cdef const char* c_path = path
         cdef lib.llama_model* model
-        cdef list box = [progress, None, False]  # callback, what it raised, whether it cancelled
+        cdef list box = [progress, None, False]  # callback, its exception, whether it cancelled
         cdef string problem
         cdef vector[lib.ggml_backend_dev_t] devices
         cdef vector[float] split
@@ -160,7 +160,7 @@ cdef class Model:
         return 0
 
     cdef str read_text(self, int what, int i):
-        """Read a description (-1), metadata key (0) or value (1), whatever its length."""
+        """Read a description (-1), metadata key (0) or value (1) of any length."""
         cdef const lib.llama_model* m = self.ref.get()
         cdef vector[char] buffer
         cdef int32_t n
@@ -199,7 +199,7 @@ cdef class Model:
         return _token(token, self.n_vocab)
 
     def close(self):
-        """Drop the model; contexts that were made from it keep it alive."""
+        """Release the model; its contexts keep it alive."""
         self.ref.reset()
 
     @property
@@ -212,16 +212,16 @@ cdef class Model:
         return self.facts.k_per_cell, self.facts.v_per_cell
 
     def state_values(self):
-        """Return the values of one recurrent state, summed over the layers; 0 without them."""
+        """Return the values of one recurrent state, summed over the layers; 0 without recurrent layers."""
         return self.facts.state_values
 
     def heads_divisible(self, int ggml_type, bint keys):
-        """Tell whether every head size is a multiple of the type's block."""
+        """Return whether every head size is a multiple of the type's block size."""
         self.check_open()
         return lib.heads_divisible(self.ref.get(), <lib.ggml_type>ggml_type, keys)
 
     def special_tokens(self):
-        """Return (bos, eos, eot, sep, nl, pad, mask, decoder_start); -1 where there is none."""
+        """Return (bos, eos, eot, sep, nl, pad, mask, decoder_start); -1 for none."""
         self.check_open()
         v = self.vocab
         return (
@@ -230,7 +230,7 @@ cdef class Model:
             lib.llama_vocab_mask(v), lib.llama_model_decoder_start_token(self.ref.get()))
 
     def adds_special(self):
-        """Return whether tokenizing puts a BOS in front and an EOS at the end."""
+        """Return whether tokenizing adds BOS and EOS."""
         self.check_open()
         return bool(lib.llama_vocab_get_add_bos(self.vocab)), bool(lib.llama_vocab_get_add_eos(self.vocab))
 
@@ -241,7 +241,7 @@ cdef class Model:
         return bool(lib.llama_vocab_is_eog(self.vocab, c_token))
 
     def tokenize(self, bytes text not None, bint add_special, bint parse_special):
-        """Call ``llama_tokenize`` between special tokens; the GIL is free meanwhile."""
+        """Tokenize: find special tokens, call ``llama_tokenize`` between them; without the GIL."""
         cdef const char* c_text = text
         cdef size_t size = len(text)
         cdef lib.token_list out
@@ -258,7 +258,7 @@ cdef class Model:
         return _tokens(out.tokens)
 
     def tokenize_whole(self, bytes text not None, bint add_special, bint parse_special):
-        """Call ``llama_tokenize`` over all of a text, for tests."""
+        """Call ``llama_tokenize`` on a whole text; for tests."""
         cdef vector[lib.llama_token] out
         self.check_text(text)
         if lib.tokenize_whole(self.vocab, text, len(text), add_special, parse_special, out) == lib.CAUGHT:
@@ -276,7 +276,7 @@ cdef class Model:
     def detokenize(
             self, const int32_t[::1] tokens not None, bint remove_special, bint unparse_special,
             size_t limit):
-        """Do what ``llama_detokenize`` does and return bytes; the GIL is free meanwhile."""
+        """Do what ``llama_detokenize`` does and return bytes; without the GIL."""
         cdef Py_ssize_t i, n = tokens.shape[0]
         cdef vector[lib.llama_token] copy
         cdef string out
@@ -319,17 +319,17 @@ cdef class Model:
 
 
 def split_text(bytes text not None, list patterns not None, bint byte_encode, bint with_std_regex):
-    """Return the words into which patterns cut a text, by our matcher or by std::regex, for tests."""
+    """Split a text into words by patterns, with our matcher or std::regex; for tests."""
     return lib.split_text(text, patterns, byte_encode, with_std_regex)
 
 
 def multiplies_single_matrices(bytes path not None):
-    """Tell whether ggml's AMX code is right for a model; for tests."""
+    """Return whether ggml's AMX code computes a model correctly; for tests."""
     return bool(lib.multiplies_single_matrices(path))
 
 
 def gguf_layout(bytes path not None):
-    """Return where the data of a GGUF file starts, and (offset, size) of its tensors."""
+    """Return the offset of a GGUF file's data, and (offset, size) of its tensors."""
     cdef const char* c_path = path
     cdef lib.gguf_context* file
     cdef int64_t i

@@ -1,4 +1,4 @@
-# What a decode leaves: logits and embeddings, handed out as copies.
+# Logits and embeddings of a decode, returned as copies.
 
 cdef str _RESTORED = "a state was restored since, and brings none: decode a token"
 
@@ -6,14 +6,14 @@ cdef str _RESTORED = "a state was restored since, and brings none: decode a toke
 cdef class Outputs(Partials):
     """``llama_get_logits_ith`` and ``llama_get_embeddings_*``."""
 
-    # Where the outputs of the last decode are: batch indices in order, the first of
-    # the part that llama.cpp still holds, and the rows of earlier parts.
+    # Outputs of the last decode: batch indices in order, the first one of the part that
+    # llama.cpp still holds, and copied rows of earlier parts.
     cdef vector[int32_t] outputs
     cdef int32_t part_start
     cdef list kept_logits
     cdef list kept_embeddings
     cdef bint from_encoder
-    # Why there are no outputs, where there are none.
+    # Why there are no outputs.
     cdef str no_outputs
 
     cdef void forget_outputs(self, str why):
@@ -26,7 +26,7 @@ cdef class Outputs(Partials):
         self.from_encoder = False
 
     cdef int note_outputs(self, lib.llama_batch batch, int32_t start, bint more) except -1:
-        """Remember which tokens have outputs; rows that the next part overwrites are kept."""
+        """Record which tokens have outputs; copy rows that the next part overwrites."""
         cdef int32_t i
         self.part_start = start
         self.no_outputs = "no token of the last decode asked for them (see LlamaBatch)"
@@ -60,7 +60,7 @@ cdef class Outputs(Partials):
 
     cdef inline int check_finite(
             self, const float* row, int32_t n, bint is_logits, object i, int32_t n_decoded) except -1:
-        """Raise where a row is not finite: NaN says nothing, as a logit or in an embedding."""
+        """Raise if a row contains NaN or infinity."""
         cdef int64_t place = lib.first_not_finite(row, n, is_logits)
         if place < 0:
             return 0
@@ -81,7 +81,7 @@ cdef class Outputs(Partials):
             what, i, place, row[place], n_decoded=n_decoded)
 
     cdef int find_output(self, object i, str what) except -1:
-        """Place of batch index i (from the end of the outputs if negative) in the outputs."""
+        """Return the output number of batch index i; a negative i counts outputs from the end."""
         cdef int overflow = 0
         cdef long long index = _index(i, "index", &overflow)
         cdef Py_ssize_t n = <Py_ssize_t>self.outputs.size(), a, b, middle
@@ -124,7 +124,7 @@ cdef class Outputs(Partials):
         return place
 
     cdef object row(self, int place, bint is_logits, bint check, object i, int32_t n_decoded):
-        """A copy of a row of outputs, or None; `check`: raise where it is not finite."""
+        """Return a copy of a row of outputs, or None; with `check` raise if it is not finite."""
         cdef list kept = self.kept_logits if is_logits else self.kept_embeddings
         cdef int32_t n = self.n_vocab if is_logits else self.n_embd_out
         cdef const float[::1] view
@@ -143,16 +143,16 @@ cdef class Outputs(Partials):
         return self.copy_row(row, n)
 
     cdef object logit_row(self, object i, bint check, int32_t n_decoded=0):
-        """A copy of the logits of batch index i; raise where there are none, or they are not finite.
+        """Return a copy of the logits of batch index i; raise if there are none or they are not finite.
 
-        Without `check` for a sampler, which looks at each logit itself.
+        A sampler passes `check` False, because it checks each logit itself.
         """
         if self.kind == lib.MEMORY_NONE and not self.model.is_diffusion:
             raise UnsupportedOperation("logits", "this model gives embeddings only")
         if self.from_encoder:
             raise OutOfRangeError("there are no logits: encode() gives none, decode() does", what="logits")
         place = self.find_output(i, "logits")
-        # llama.cpp has a buffer for them all the same, with zeros or old embeddings in it.
+        # llama.cpp's buffer exists anyway, with zeros or old embeddings in it.
         if not self.effective.gives_logits:
             raise UnsupportedOperation(
                 "logits", "with embeddings=True this model computes no logits", "context")
@@ -221,5 +221,5 @@ cdef class Outputs(Partials):
 
 
 def first_not_finite(const float[::1] row not None, bint is_logits):
-    """Return the first place of a row that is not finite, or -1; for tests."""
+    """Return the first index of a row that is not finite, or -1; for tests."""
     return lib.first_not_finite(&row[0] if row.shape[0] else NULL, row.shape[0], is_logits)

@@ -1,7 +1,7 @@
-# The rows of a batch as the caller fills it.
+# Rows of a batch, filled by the caller.
 #
-# Here only plain values are read: exact types, which run no code of the caller's. Everything
-# else is answered with False, nothing done; Python then converts it, or says what is wrong.
+# Only exact types are read here, because they run no code of the caller. For other values the
+# methods return False and do nothing; Python then converts them or raises.
 
 cdef object _ndarray = np.ndarray
 cdef object _empty = np.empty
@@ -17,7 +17,7 @@ cdef enum:
 
 
 cdef bint _borrow(object values, Py_buffer* view) except -1:
-    """Open an array for reading; False for what is not a contiguous one."""
+    """Open a contiguous array for reading; return False for anything else."""
     if type(values) is not _ndarray:
         return False
     try:
@@ -29,7 +29,7 @@ cdef bint _borrow(object values, Py_buffer* view) except -1:
 
 cdef inline bint _holds_int32(const Py_buffer* view) noexcept:
     cdef const char* form = view.format
-    # So NumPy begins what is not aligned; the bytes are in this machine's order all the same.
+    # NumPy prefixes the format of unaligned arrays; the byte order is native anyway.
     if form[0] == c"=" or form[0] == c"^":
         form += 1
     return (view.itemsize == sizeof(int32_t) and (form[0] == c"i" or form[0] == c"l")
@@ -84,7 +84,7 @@ cdef bint _plain_int(object value, int32_t* out) except -1:
 
 
 cdef class Block:
-    """Memory that lives as long as a view of it; to others it is read-only."""
+    """Memory that lives as long as its views, which are read-only."""
 
     cdef char* data
     cdef Py_ssize_t size
@@ -124,7 +124,7 @@ cdef class Rows:
         return _rows_of, (n, self.width, b"".join(parts))
 
     cdef int move(self, Py_ssize_t room, Py_ssize_t width) except -1:
-        """Take a new block with the rows copied into it; views keep the old one."""
+        """Move the rows to a new block; views keep the old one."""
         cdef Block block = Block.__new__(Block)
         cdef int32_t* seq_ids
         cdef Py_ssize_t i, old = self.width
@@ -163,7 +163,7 @@ cdef class Rows:
         self.n = 0
 
     def add(self, token, pos, seq_ids, logits):
-        """Append one token; False where the values are not plain ones."""
+        """Append one token; return False if the values are not plain ints."""
         cdef int32_t t, p, s
         cdef vector[int32_t] several
         cdef Py_ssize_t i = self.n, j, width = 1
@@ -191,7 +191,7 @@ cdef class Rows:
         return True
 
     def append(self, tokens, seq_id, logits_all, start):
-        """Append tokens of one sequence; False where the values are not plain ones."""
+        """Append tokens of one sequence; return False if the values are not plain ints."""
         cdef vector[int32_t] token
         cdef int32_t s, first
         cdef int32_t* positions
@@ -232,7 +232,7 @@ cdef class Rows:
             seq_ids[i * width] = seq
 
     def fill(self, tokens, pos, seq_ids, logits):
-        """Take columns instead of what is there; False where they are not plain or do not fit."""
+        """Replace all rows by columns; return False if they are not plain or do not fit."""
         cdef vector[int32_t] token, position, column
         cdef Py_buffer seqs, flags
         cdef int32_t s = 0, flag = 0
@@ -256,11 +256,11 @@ cdef class Rows:
                 if not (have_flags and flags.ndim == 1 and flags.shape[0] == n
                         and (flags.itemsize == 1 and flags.format[0] in b"?bB" or _holds_int32(&flags))):
                     return False
-            # Views of the rows before may be in use.
+            # Views of the old rows may be in use.
             self.n = 0
             self.move(n, width)
             if n == 0:
-                return True  # there is no address to copy from
+                return True  # empty columns may have no address
             memcpy(self.tokens, token.data(), n * sizeof(int32_t))
             memcpy(self.positions, position.data(), n * sizeof(int32_t))
             if one:
@@ -318,12 +318,12 @@ cdef class Rows:
 
 
 def _rows_of(Py_ssize_t n, Py_ssize_t width, bytes data not None):
-    """Make rows of what they were pickled to."""
+    """Restore pickled rows."""
     cdef Rows rows = Rows(n, width)
     cdef const char* at = data
     if len(data) != rows.block.size:
         raise ArgumentError("these are not the rows of a batch")
-    # With no room to spare the columns lie one after the other, as they were joined.
+    # Without spare room the columns are contiguous, as pickled.
     memcpy(rows.block.data, at, len(data))
     rows.n = n
     return rows

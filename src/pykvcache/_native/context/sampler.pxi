@@ -1,6 +1,6 @@
-# A choice in stages: bias, grammar, penalties, cuts and temperature, one token.
+# Sampling in stages: bias, grammar, penalties, cuts and temperature, choice.
 
-# A grammar is followed by one call of llama.cpp's in the other for each character of a token.
+# llama.cpp's grammar code recurses once per character of a token.
 cdef enum:
     PIECE_MAX = 2048
 
@@ -20,7 +20,7 @@ cdef dict _STAGES = {
 
 
 cdef class _Call:
-    """A stage that is a call of the program's, and what it raised."""
+    """A Python stage, and the exception that it raised."""
 
     cdef object call
     cdef object error
@@ -37,7 +37,7 @@ cdef void _hold_stage(void* box, cbool is_kept) noexcept with gil:
 
 
 cdef cbool _call_stage(void* box, const lib.llama_token* ids, float* logits, size_t n) noexcept with gil:
-    """Let a program change logits; what it raises is raised again by the call that asked for a token."""
+    """Call a Python stage; the call that asked for the token re-raises its exception."""
     cdef _Call own = <_Call>box
     cdef int32_t[::1] to_ids
     cdef float[::1] values
@@ -73,13 +73,13 @@ cdef class Sampler:
     cdef shared_ptr[lib.llama_model] model_ref
     cdef vector[lib.llama_token_data] candidates
     cdef dict params
-    # Its stages that are calls of the program's.
+    # Python stages.
     cdef list calls
-    # The highest token that the bias names; -1 without one.
+    # Highest token of the bias; -1 without a bias.
     cdef int32_t last_bias
-    # Of the last logits, or the grammar's model; 0 before.
+    # Vocabulary size of the last logits or the grammar's model; 0 at first.
     cdef int32_t n_vocab
-    # Whether a call chooses a token now; a Python stage of it may let another thread run.
+    # Whether a call is choosing a token; a Python stage may let another thread run.
     cdef bint is_in_use
 
     def __cinit__(self, dict params not None, Model model, tuple begin=None, Sampler source=None):
@@ -114,7 +114,7 @@ cdef class Sampler:
         return 0
 
     cdef int32_t choose(self, const float[::1] row, int32_t* token) except? -1:
-        """Choose a token from logits and accept it; a code of `lib`, and the token where it is CHOSEN."""
+        """Choose a token from logits and accept it; return a code of `lib`, CHOSEN if `token` is set."""
         cdef int32_t code
         self.check_unused()
         self.is_in_use = True
@@ -123,7 +123,7 @@ cdef class Sampler:
         return code
 
     cdef int add_stages(self, lib.sampler_settings& s, tuple stages) except -1:
-        """Make the stages between grammar and choice; penalties that come first stand alone."""
+        """Make the stages between grammar and choice; leading penalties are kept separate."""
         cdef int32_t code
         if "dry" in stages:
             if self.model.vocab_type == 0:
@@ -174,7 +174,7 @@ cdef class Sampler:
         return 0
 
     cdef int check_pieces(self) except -1:
-        """Refuse tokens that llama.cpp would compare with a grammar by too deep a recursion."""
+        """Refuse tokens so long that llama.cpp's grammar code would overflow the stack."""
         cdef int32_t token
         cdef size_t size
         for token in range(lib.llama_vocab_n_tokens(self.model.vocab)):
@@ -232,7 +232,7 @@ cdef class Sampler:
             f"the grammar cannot be parsed: line {line}, column {column}: {why} {where}", line, column)
 
     def reset(self):
-        """Forget the tokens that were accepted; the seed and the grammar start again."""
+        """Forget accepted tokens; restart the seed and the grammar."""
         self.check_unused()
         if (lib.sampler_reset(self.it.grammar) == lib.CAUGHT
                 or lib.sampler_reset(self.it.penalties) == lib.CAUGHT
@@ -241,11 +241,11 @@ cdef class Sampler:
             raise _caught_error("reset")
 
     def clone(self, dict params not None):
-        """Return a sampler of the same history and grammar state; with another seed, it begins there."""
+        """Return a copy with its history and grammar state, optionally with another seed."""
         return Sampler.__new__(Sampler, params, self.model, None, self)
 
     def accept(self, token, Model model, bint grammar):
-        """Count a token that was not sampled here; all or nothing."""
+        """Accept a token that was not sampled here; all or nothing."""
         cdef lib.llama_sampler* ahead = NULL
         cdef int32_t t
         self.check_unused()
@@ -255,7 +255,7 @@ cdef class Sampler:
         else:
             t = _token(token, self.n_vocab or INT32_MAX)
         if grammar and self.it.grammar != NULL:
-            # A token that does not fit leaves a grammar in which nothing fits any more.
+            # After accepting an illegal token a grammar allows no token at all.
             ahead = _copied(self.it.grammar)
             if lib.sampler_accept(ahead, t) == lib.CAUGHT:
                 lib.llama_sampler_free(ahead)
@@ -272,7 +272,7 @@ cdef class Sampler:
             self.it.grammar = ahead
 
     def sample(self, Decoding ctx, const float[::1] row not None):
-        """Choose a token from logits, those of a context or the caller's, and accept it."""
+        """Choose a token from a context's or the caller's logits and accept it."""
         cdef int32_t n = self.check_row(ctx, row), token = 0
         cdef int32_t code = self.choose(row, &token)
         if code != lib.CHOSEN:
@@ -281,7 +281,7 @@ cdef class Sampler:
         return token
 
     def logprobs(self, Decoding ctx, const float[::1] row not None):
-        """Return the logarithm of each token's chance to be sampled next; accepts nothing."""
+        """Return the log probability of each token to be sampled next; accept nothing."""
         cdef lib.llama_token_data_array found
         cdef double total = 0, largest
         cdef size_t t
@@ -316,11 +316,11 @@ cdef class Sampler:
         return result
 
     def check(self, Model model not None):
-        """Refuse a model that the sampler's grammar or bias was not made for."""
+        """Refuse a model that does not fit the sampler's grammar or bias."""
         self.check_model(model, model.n_vocab)
 
     cdef int32_t check_row(self, Decoding ctx, const float[::1] row) except -1:
-        """How many logits there are, if they are for this sampler."""
+        """Return the number of logits; raise if they do not fit this sampler."""
         cdef Py_ssize_t n = row.shape[0]
         self.check_model(None if ctx is None else ctx.model, n)
         return <int32_t>n
@@ -345,7 +345,7 @@ cdef class Sampler:
         return 0
 
     cdef object problem(self, int32_t code, bint is_callers):
-        """What to raise where no token was chosen."""
+        """Return the exception for a failed choice."""
         cdef int32_t where = self.it.where
         if code == lib.CAUGHT:
             for one in self.calls:

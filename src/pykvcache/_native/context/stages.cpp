@@ -10,12 +10,12 @@ namespace pykv {
 
 namespace {
 
-// Only the graph of a backend sampler asks for the size of the vocabulary.
+// Only backend samplers' graphs use the vocabulary size.
 constexpr int32_t ANY_VOCAB = INT32_MAX;
-// How far below the largest a logit has a probability that is 0 in float32, nearly.
+// A logit this far below the largest has a probability of nearly 0 in float32.
 constexpr float NO_CHANCE = 80;
 
-// A sampler out of an object with `apply(candidates)` and `accept(token)` that can be copied.
+// Makes a sampler of a copyable object with `apply(candidates)` and `accept(token)`.
 template <class Stage> struct own_sampler {
     static Stage & of(const llama_sampler * self) { return *static_cast<Stage *>(self->ctx); }
 
@@ -37,7 +37,7 @@ template <class Stage> struct own_sampler {
     }
 };
 
-// Drops what cannot be chosen. llama.cpp's XTC and typical sampling would count it in, and take it.
+// Drops excluded tokens, which llama.cpp's XTC and typical sampling would count and could choose.
 struct possible_stage {
     static constexpr const char * name = "possible";
 
@@ -55,8 +55,8 @@ struct possible_stage {
     void reset() {}
 };
 
-// Adaptive-p as llama.cpp has it, without the choice: favours tokens whose probability is near a target, so that those
-// of the chosen ones are it on average. Its own cannot be copied together with its random numbers.
+// llama.cpp's adaptive-p without the choice: it favours tokens near a target probability, so that chosen tokens have
+// that probability on average. llama.cpp's own cannot be copied with its random numbers.
 struct adaptive_stage {
     static constexpr const char * name = "adaptive";
     static constexpr float PEAK = 5, SHARPNESS = 10, WIDTH = 0.3f;

@@ -1,4 +1,4 @@
-// The stages of a sampler between penalties and choice, in the order that the caller names.
+// A sampler's stages between penalties and choice, in the caller's order.
 #pragma once
 
 #include <cstdint>
@@ -48,20 +48,20 @@ struct sampler_settings {
     int32_t  n_vocab;   // mirostat 1
     float    adaptive_target;
     float    adaptive_decay;
-    // Of DRY.
+    // DRY.
     const llama_vocab *      vocab;
     std::vector<std::string> breakers;
 };
 
-// A call of the program's own: it changes `logits` in place. False: it has failed, and says why itself.
+// A stage of the program: changes `logits` in place. False: it failed and keeps its own exception.
 using stage_call = bool (*)(void * self, const llama_token * ids, float * logits, size_t n);
-using stage_hold = void (*)(void * self, bool is_kept);  // one owner more, or less
+using stage_hold = void (*)(void * self, bool is_kept);  // add or drop a reference
 
-// Null if something was caught; see caught().
+// Null on error; see caught().
 llama_sampler * sampler_chain() noexcept;
 llama_sampler * sampler_penalties(const sampler_settings & s) noexcept;
 llama_sampler * sampler_choice(const sampler_settings & s) noexcept;
-// Add a stage to a chain; CAUGHT where that fails.
+// Add a stage to a chain; CAUGHT on error.
 int32_t sampler_add(llama_sampler * chain, stage_kind kind, const sampler_settings & s) noexcept;
 int32_t sampler_add_call(llama_sampler * chain, void * self, stage_call call, stage_hold hold) noexcept;
 

@@ -1,16 +1,16 @@
-# Decodes that keep the ledgers of sequences: what is held and by what name is noted in the same hold of
-# the lock, so that no other thread can change the memory between a decode and what is known of it.
+# Decodes that update the ledgers of sequences under the same lock, so that no other thread can change
+# the memory between a decode and its record.
 
 cdef class Context(Adapted):
-    """What a context can do: this class and those that it is made of."""
+    """All operations of a context: this class and its bases."""
 
     cdef lib.choices choices
 
     def decode_pending(self, Tokens ledger not None, seq_id, Py_ssize_t end, bint want_row):
-        """Decode tokens that the memory lacks, up to `end`; return (done, logits or None).
+        """Decode pending tokens up to `end`; return (done, logits or None).
 
-        Not done, and nothing changed, where the sequence does not hold what is noted. After an
-        exception what is noted is what it holds.
+        Does nothing if the memory differs from the ledger. After an exception the ledger is
+        updated to what the memory holds.
         """
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         cdef Py_ssize_t i, begin = ledger.n_evaluated, n = end - begin
@@ -39,10 +39,10 @@ cdef class Context(Adapted):
             self.lock.unlock()
 
     def decode_shares(self, Rows rows not None, list shares not None):
-        """Decode a batch of several sequences; return rows of logits, or None as above.
+        """Decode a batch of several sequences; return rows of logits, or None if a ledger differs.
 
-        ``shares`` are tuples of tokens, sequence id, how many are held afterwards, and the index in
-        the batch whose logits are wanted, or -1.
+        ``shares`` are tuples: tokens, sequence id, number of tokens held afterwards, and the batch
+        index whose logits are wanted, or -1.
         """
         cdef int32_t width
         cdef list found
@@ -63,7 +63,7 @@ cdef class Context(Adapted):
             self.lock.unlock()
 
     def not_ready(self, lanes not None, owners not None):
-        """Return the owners whose lanes cannot take part in a `step` as they are."""
+        """Return the owners of lanes that cannot take part in a `step`."""
         cdef tuple own_lanes = tuple(lanes), own_owners = tuple(owners)
         _check_lanes(own_lanes, own_owners)
         self.lock_read()
@@ -77,16 +77,16 @@ cdef class Context(Adapted):
             self.lock.unlock()
 
     def step(self, lanes not None, owners not None, list looks not None, Rows rows=None, list shares=None):
-        """Decode, choose and append one token for each lane; decode parts of others beside them.
+        """Decode, choose and append one token for each lane; decode parts of prompts in the same call.
 
-        Returns (owner, token) for each token, and rows of logits as `decode_shares` does; None, and
-        nothing done, where a sequence is not what was noted or this takes more than one plain decode.
-        Owners whose lanes are worth a look go to ``looks``.
+        Returns (owner, token) for each token, and rows of logits as `decode_shares` does. Returns
+        None and does nothing if a ledger differs or one plain decode is not enough. Owners of lanes
+        that may have ended go to ``looks``.
         """
         cdef Py_ssize_t i, n, total
         cdef Tokens ledger
         cdef list found
-        # Of this call alone: others may change theirs while the decode runs. A tuple is not copied.
+        # Own tuples: other threads may change the caller's lists during the decode.
         cdef tuple own_lanes = tuple(lanes), own_owners = tuple(owners)
         _check_lanes(own_lanes, own_owners)
         shares = [] if shares is None else list(shares)
@@ -135,7 +135,7 @@ cdef class Context(Adapted):
         return True
 
     cdef list note_shares(self, list shares, Py_ssize_t before):
-        """Note what shares of a batch hold now; the logits of those that want them."""
+        """Record what the shares of a batch hold now; return the wanted logits."""
         cdef Tokens ledger
         cdef list found = []
         for ledger, seq_id, end, row in shares:
@@ -156,7 +156,7 @@ cdef class Context(Adapted):
         self.flags[i] = flag
 
     cdef bint is_as_noted(self, Tokens ledger, int32_t seq) noexcept:
-        """Whether a sequence holds what its tokens say, nothing else, and can go on from there."""
+        """Return whether a sequence holds exactly its noted tokens and can continue."""
         return (self.seqs.next_pos(seq) == ledger.n_evaluated and not self.seqs.needs_removal(seq)
                 and (ledger.n_evaluated == 0 or self.seqs.is_version(seq, ledger.version)))
 
@@ -166,21 +166,21 @@ cdef class Context(Adapted):
         return 0
 
     cdef int note_left(self, Tokens ledger, int32_t seq) except -1:
-        """After a decode that failed: what the memory holds now."""
+        """Record what the memory holds after a failed decode."""
         return self.note_held(ledger, seq, 0 if self.broken else min(self.seqs.next_pos(seq), ledger.n))
 
     cdef bint is_plain(self, Py_ssize_t n, Rows rows) noexcept:
-        """Whether a batch is one call, and its rows are logits."""
+        """Return whether a batch fits one call and its rows are logits."""
         if (n < 1 or self.embeddings or not self.causal or self.kind == lib.MEMORY_NONE
                 or not self.effective.gives_logits):
             return False
-        # A window takes one token of each sequence at once, or many of one.
+        # A window takes one token of each sequence, or many of one.
         if lib.windowed(self.mem):
             return n <= self.n_ubatch and (rows is None or rows.n == 0)
         return n <= self.n_batch and (rows is None or rows.width == 1)
 
     cdef bint is_ready(self, Lane lane) noexcept:
-        """Whether a sequence waits for one token, and nobody has changed it."""
+        """Return whether a sequence lacks exactly one token and is unchanged."""
         cdef Tokens ledger = lane.ledger
         return (not lane.was_overtaken() and 0 <= ledger.seq_id < <int32_t>self.n_seq_max
                 and 1 <= ledger.n < INT32_MAX and ledger.n_evaluated == ledger.n - 1
@@ -189,7 +189,7 @@ cdef class Context(Adapted):
                 and self.is_as_noted(ledger, ledger.seq_id))
 
     cdef int find_rows(self, tuple lanes, Py_ssize_t n) except -1:
-        """Have everything ready that a choice needs, so that nothing can fail but the choice."""
+        """Prepare everything for the choices, so that only a choice itself can fail."""
         cdef Py_ssize_t i
         cdef Lane lane
         cdef const float* row
@@ -206,7 +206,7 @@ cdef class Context(Adapted):
         return 0
 
     cdef list choose_all(self, tuple lanes, tuple owners, Py_ssize_t n, list looks):
-        """Let each lane choose from its row; the interpreter's lock is free meanwhile."""
+        """Let each lane choose from its row, without the GIL."""
         cdef Py_ssize_t i
         cdef Lane lane
         cdef int32_t n_vocab = self.n_vocab
@@ -224,14 +224,14 @@ cdef class Context(Adapted):
                 if lane.is_worth_a_look():
                     looks.append(owners[i])
             except BaseException as error:
-                failure = error  # the other tokens are chosen, too
+                failure = error  # continue: the other tokens are chosen too
         if failure is not None:
             raise failure
         return made
 
 
 cdef int _check_lanes(tuple lanes, tuple owners) except -1:
-    """Refuse lanes that have not an owner each, and what is no lane."""
+    """Refuse lanes without an owner, and objects that are not lanes."""
     if len(lanes) != len(owners):
         raise ArgumentError(
             f"{len(lanes)} lanes have {len(owners)} owners",

@@ -4,16 +4,16 @@ cdef object _RLock = threading.RLock
 
 
 cdef class Turns:
-    """A reentrant lock; the main thread puts Ctrl-C off while it has it.
+    """A reentrant lock; Ctrl-C is deferred while the main thread holds it.
 
-    Sequences that were dropped are reaped at the beginning of a turn, and subscribers are called at its end.
+    A turn begins by reaping dropped sequences and ends by calling subscribers.
     """
 
     cdef readonly object lock
     cdef readonly object dropped
     cdef object _due
     cdef bint _is_calling
-    # Whether no other turn may begin within this one.
+    # Whether nested turns are refused.
     cdef bint _is_exclusive
     cdef Handle _context
     cdef uint64_t _adapters_epoch
@@ -37,7 +37,7 @@ cdef class Turns:
     cdef int take(self) except -1:
         if self._context.generation != _generation:
             raise ClosedError("this context belongs to the process before fork(); open a new one")
-        # Another thread may have the turn, and wait for the context.
+        # Another thread may hold the turn and wait for the context.
         if self._context.lock.is_mine():
             raise ReentryError("a callback of this context called a sequence of it")
         self.lock.acquire()
@@ -76,9 +76,9 @@ cdef class Turns:
         return 0
 
     def later(self, call not None):
-        """Make a call at the end of this thread's outermost turn, the lock still held.
+        """Make a call at the end of this thread's outermost turn, still under the lock.
 
-        Returns False where it has none, and nothing waits that came before it: to be called now.
+        Returns False if the thread has no turn and no earlier call waits: make the call now.
         """
         if self._due or self._is_calling or (self.depth and self.lock._is_owned()):
             self._due.append(call)
@@ -86,7 +86,7 @@ cdef class Turns:
         return False
 
     def drop(self, one):
-        """Note something to be reaped: now, or where a turn is under way at the next one. For finalizers."""
+        """Reap an object now, or at the next turn if one is under way. For finalizers."""
         self.dropped.append(one)
         if self._context.generation != _generation or self._context.lock.is_mine():
             return
@@ -99,15 +99,15 @@ cdef class Turns:
                 self.lock.release()
 
     def reap(self):
-        """Free what was dropped; the lock is held. Does nothing here."""
+        """Free dropped sequences, under the lock; a hook for subclasses."""
 
     def renounce(self):
-        """Count nothing that sequences hold: it was computed with other adapters. Does nothing here."""
+        """Invalidate the cells of all sequences after an adapter switch; a hook for subclasses."""
 
 
 @cython.final
 cdef class Checked:
-    """The turn of one call of a sequence, with a check at its beginning; no other turn begins within it."""
+    """The turn of one call of a sequence: checks first, and refuses nested turns."""
 
     cdef Turns turns
     cdef object check

@@ -1,10 +1,10 @@
-# PYKVCACHE_CPU_COPIES: ggml's CPU code once per instruction set, the right one chosen at import.
+# PYKVCACHE_CPU_COPIES: ggml's CPU code once per instruction set; the import chooses one.
 #
-# For wheels: ON, or a list of the names below. Each copy is compiled with its own flags and joined into one
-# object, of which only four symbols stay visible, with the copy's name behind them: neither an inline function
-# nor a template of one copy can then serve another. cpu/cpu.cpp chooses, and has the original names.
+# For wheels: ON, or a list of the names below. Each copy is compiled with its own flags and joined into one object
+# with four visible symbols, suffixed with the copy's name, so that no inline function or template is shared between
+# copies. cpu/cpu.cpp defines the original names and chooses.
 
-# The best first.
+# Best first.
 set(cpu_copies_known zen4 icelake skylakex alderlake haswell sse42)
 set(cpu_flags_sse42 -msse4.2)
 set(cpu_flags_haswell ${cpu_flags_sse42} -mavx -mavx2 -mfma -mf16c -mbmi2)
@@ -31,7 +31,7 @@ if(PYKVCACHE_CPU_COPIES)
   else()
     set(cpu_copies zen4 icelake skylakex haswell sse42)
   endif()
-  # The target that ggml makes is only a pattern for the copies.
+  # ggml's target serves as a template for the copies.
   set(GGML_NATIVE OFF)
   foreach(feature SSE42 AVX AVX2 BMI2 FMA F16C AVX_VNNI AVX512 AVX512_VBMI AVX512_VNNI AVX512_BF16)
     set(GGML_${feature} OFF)
@@ -47,7 +47,7 @@ endif()
 set(cpu_needs "${PROJECT_SOURCE_DIR}/src/pykvcache/_native/cpu/needs.c")
 set(cpu_entries ggml_backend_cpu_reg ggml_cpu_init ggml_get_type_traits_cpu pykv_cpu_needs)
 
-# Put the copies in the place of the target ggml-cpu's code.
+# Replace the sources of the target ggml-cpu by the copies.
 function(pykvcache_copy_cpu_code)
   target_sources(ggml-cpu PRIVATE "${cpu_needs}")
   if(cpu_copies)
@@ -78,7 +78,7 @@ function(pykvcache_copy_cpu_code)
       endif()
     endforeach()
     set_property(TARGET ${target} APPEND PROPERTY COMPILE_DEFINITIONS ${of_folder})
-    # CMake leaves the flag out where the compiler's own standard is newer.
+    # CMake omits the flag if the compiler's default standard is newer.
     foreach(language C CXX)
       get_target_property(standard ggml-cpu ${language}_STANDARD)
       if(standard AND NOT standard EQUAL "${CMAKE_${language}_STANDARD_DEFAULT}")
@@ -87,7 +87,7 @@ function(pykvcache_copy_cpu_code)
         target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:${language}>:-std=${name}>)
       endif()
     endforeach()
-    # A unique symbol is one for the process, whatever it was made of.
+    # Unique symbols are shared by the whole process, even across copies.
     target_compile_options(${target} PRIVATE ${cpu_flags_${copy}} -fno-gnu-unique)
     target_link_libraries(${target} PRIVATE ggml-base)
     if(GGML_OPENMP_ENABLED)

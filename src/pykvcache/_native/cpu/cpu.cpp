@@ -1,7 +1,7 @@
-// Asks the processor what it has, and hands ggml's three entries to the copy that fits.
+// Detects the processor's features and forwards ggml's three entry points to the best copy.
 //
-// CPUID is read here because what compilers offer for it knows other names in each version. A unit counts
-// only where the system saves its registers.
+// CPUID is read directly because compilers' builtins know different feature names in each version. A feature counts
+// only if the system saves its registers.
 #include "cpu.h"
 
 #include <cstddef>
@@ -156,7 +156,7 @@ std::string listed(const std::vector<std::string> & names) {
     return names.size() > MOST ? text + " and " + std::to_string(names.size() - MOST) + " more" : text;
 }
 
-// What the code needs and the processor lacks.
+// Features that the code needs and the processor lacks.
 std::vector<std::string> lacking(needs_t needs) {
     std::vector<std::string> names;
     size_t                   i = 0;
@@ -229,7 +229,7 @@ std::string choose_cpu(const char * wanted) {
 
 #ifdef PYKV_CPU_COPIES
 extern "C" {
-// All of ggml's CPU code that is called from elsewhere.
+// The entry points of ggml's CPU code.
 ggml_backend_reg_t ggml_backend_cpu_reg(void) { return pykv::used->reg(); }
 void               ggml_cpu_init(void) { pykv::used->init(); }
 const struct ggml_type_traits_cpu * ggml_get_type_traits_cpu(enum ggml_type type) { return pykv::used->traits(type); }

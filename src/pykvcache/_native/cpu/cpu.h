@@ -1,6 +1,6 @@
-// Which of ggml's CPU code runs: one piece, or copies for several instruction sets (copies.cmake).
+// Chooses among copies of ggml's CPU code for several instruction sets (copies.cmake).
 //
-// Asked before any of it runs: code for instructions that a processor lacks ends the process.
+// Called before any of that code runs: an instruction that the processor lacks ends the process.
 #pragma once
 
 #include <string>
@@ -8,13 +8,13 @@
 
 namespace pykv {
 
-// Use the copy of this name, or with "" the best one that this processor can run. What is wrong, or "".
+// Use the named copy, or with "" the best one that this processor can run. Returns an error text, or "".
 std::string choose_cpu(const char * wanted);
-// The name of the one that is used.
+// Name of the copy in use.
 std::string cpu_name();
-// The names of those in this build, the best first.
+// Names of the copies in this build, best first.
 std::vector<std::string> cpu_names();
-// What this processor has of all that compilers may use.
+// Features of this processor, among those that compilers may use.
 std::vector<std::string> cpu_features();
 
 }  // namespace pykv

@@ -1,4 +1,4 @@
-# Which of ggml's CPU code runs: chosen before any of it does.
+# Choose a copy of ggml's CPU code before any of it runs.
 
 cdef extern from "cpu/cpu.h" namespace "pykv":
     string choose_cpu(const char* wanted) except +
@@ -13,5 +13,5 @@ if _cpu_refusal:
 
 
 def cpu_features():
-    """Return the names of what this processor has, of all that compilers may use."""
+    """Return this processor's features, among those that compilers may use."""
     return _texts(c_cpu_features())

@@ -1,6 +1,5 @@
-/* What a compiler may use of a processor: the name, the macro that says it was allowed to, and where a
- * processor tells that it has it (on x86 a register of CPUID and which registers the system must save; on
- * ARM an entry of the system's list). */
+/* Processor features that a compiler may use: name, the compiler's macro for it, and where to detect it (on x86 a
+ * CPUID register and the registers that the system must save; on ARM an entry of the system's list). */
 #pragma once
 
 #define PYKV_CPU_TEXT 40 /* the longest macro's name fits */
@@ -74,7 +73,7 @@
 
 #else
 
-/* Unknown here: such a build is taken to run where it was made. */
+/* Not detected: the build is assumed to run on the machine that made it. */
 #define PYKV_CPU_FEATURES(X) X("", PYKV_NO_SUCH_MACRO, 0, 0, 0)
 
 #endif

@@ -1,6 +1,6 @@
 # Join the objects of one copy into OUT: only ENTRIES stay visible, with _COPY behind their names.
 #
-# Run by copies.cmake. Code that runs when the extension is loaded would run before a copy is chosen.
+# Run by copies.cmake. Refuses static initialisers, which would run before a copy is chosen.
 
 function(run)
   execute_process(COMMAND ${ARGV} RESULT_VARIABLE result OUTPUT_VARIABLE said ERROR_VARIABLE said)

@@ -1,7 +1,7 @@
-/* What ggml's CPU code was allowed to use: compiled with its flags, once for each copy of it.
+/* Features that a copy of ggml's CPU code may use; compiled with that copy's flags.
  *
- * Data alone, so that it can be read on a processor that has none of it. A macro that the compiler defines
- * becomes "1", any other stays its name. */
+ * Only data, so that any processor can read it. A macro that the compiler defines becomes "1", any other stays its
+  * name. */
 #include "features.h"
 
 #define TEXT(macro) #macro

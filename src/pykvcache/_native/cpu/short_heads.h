@@ -1,9 +1,9 @@
-/* Put in front of ggml's ops.cpp by the build (cmake/LlamaCpp.cmake): attention of short heads with AVX512-FP16.
+/* Included before ggml's ops.cpp (cmake/LlamaCpp.cmake): faster attention of short heads with AVX512-FP16.
  *
- * ggml adds V up in steps of four vectors, and what is left of a row one number at a time. With AVX512-FP16 a
- * step is 128 numbers: of a head of 64 that left everything, four times slower. Here a step is one vector, 32.
- * With AVX512-FP16 the step serves ggml_vec_mad_f16 and ggml_vec_scale_f16 alone, which keep no sums from one
- * vector to the next. Elsewhere sums of several vectors depend on it, too: nothing is changed there. */
+ * ggml accumulates V in steps of four vectors and the rest of a row in scalar code. With AVX512-FP16 a step is 128
+  * numbers, so heads of 64 use scalar code only, four times slower. Here a step is one vector (32 numbers). That is
+  * safe because with AVX512-FP16 only ggml_vec_mad_f16 and ggml_vec_scale_f16 use the step, which keep no sums across
+  * vectors. Other instruction sets do keep such sums and stay unchanged. */
 #pragma once
 
 #include "simd-mappings.h"

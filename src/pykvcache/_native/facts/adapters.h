@@ -1,4 +1,4 @@
-// LoRA adapters and control vectors, which change keys and values but not the model.
+// LoRA adapters and control vectors: they change keys and values, not the model.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@
 
 namespace pykv {
 
-// A model lists its adapters, and contexts read the list where they build graphs. They share the lock while they
-// compute; loading and freeing an adapter take all of it, and do not wait for those that come later.
+// Guards a model's list of adapters, which contexts read while building graphs. Computing takes the lock shared;
+// loading and freeing an adapter take it exclusively, ahead of later readers.
 class adapter_lock {
   public:
     void lock() {
@@ -37,22 +37,22 @@ class adapter_lock {
 
 inline std::shared_ptr<adapter_lock> new_adapter_lock() { return std::make_shared<adapter_lock>(); }
 
-// The adapters that a context applies to its model.
+// Adapters that a context applies.
 struct adapter_set {
     std::vector<llama_adapter_lora *> loras;
     std::vector<float>                scales;
     std::vector<float>                control;  // layers from 1 on, one after the other; empty without one
 };
 
-// Null where it cannot be used: caught() or the notes of the log say why, or `problem` does.
+// Null on error; `problem`, caught() or the logged notes say why.
 llama_adapter_lora * adapter_load(llama_model * model, const char * path, adapter_lock & lock, std::string & problem) noexcept;
 void adapter_free(llama_adapter_lora * adapter, adapter_lock & lock) noexcept;
-// Keys and values of its metadata, by turns. CAUGHT where there is no memory for them.
+// Metadata as alternating keys and values. CAUGHT if out of memory.
 int32_t adapter_metadata(const llama_adapter_lora * adapter, std::vector<std::string> & out) noexcept;
 std::vector<llama_token> adapter_invocation(const llama_adapter_lora * adapter);
 
-// Read the directions of a control vector, layer after layer with zeros where it has none; what the file lacks or has
-// too much is a problem. CAUGHT where there is no memory for it.
+// Read the directions of a control vector, layer by layer, zeros for missing layers. `problem` says what is missing
+// or superfluous in the file. CAUGHT if out of memory.
 int32_t control_load(const char * path, int32_t n_layer, int32_t n_embd, std::vector<float> & out, std::string & problem) noexcept;
 
 }  // namespace pykv

@@ -18,7 +18,7 @@ void waiting_copies::keep(llama_kv_cache * cache) {
 waiting_copies::waiting_copies(const memory & m) {
     keep(m.base);
     keep(m.swa);
-    // Indexes and compressed cells, which go along.
+    // Indexes and compressed cells, copied along.
     if (auto * dsa = dynamic_cast<llama_kv_cache_dsa *>(m.mem)) {
         keep(dsa->get_lid());
     } else if (auto * dsa_iswa = dynamic_cast<llama_kv_cache_dsa_iswa *>(m.mem)) {

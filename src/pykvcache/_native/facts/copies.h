@@ -1,4 +1,4 @@
-// Copies between streams, which wait in lists of llama.cpp's for the next update.
+// Copies between streams, which llama.cpp queues until the next update.
 #pragma once
 
 #include <vector>
@@ -8,8 +8,8 @@
 
 namespace pykv {
 
-// What waits, kept so that a failure in between loses none of it: llama.cpp notes a copy in two lists, one after the
-// other, and takes them all before what carries them out is made. Copying twice is as good as once.
+// Backup of the queued copies. llama.cpp appends a copy to two lists, and clears them before it has created the
+// object that performs them, so a failure in between would lose copies. Performing a copy twice is harmless.
 class waiting_copies {
   public:
     explicit waiting_copies(const memory & m);
@@ -24,7 +24,7 @@ class waiting_copies {
     void keep(llama_kv_cache * cache);
 };
 
-// llama_memory_seq_cp() into a sequence that holds nothing: all of it, or it throws and holds nothing again.
+// llama_memory_seq_cp() into an empty sequence: all or nothing; throws on failure.
 void copy_whole(const edit_key &, memory * m, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1);
 
 }  // namespace pykv

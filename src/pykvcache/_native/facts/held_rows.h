@@ -1,5 +1,5 @@
-// Which output rows of the last decode still say something true: a row belongs to a token of some
-// sequences, and says what follows everything that they held up to that token.
+// Which output rows of the last decode are still valid. A row belongs to a token of one or more sequences, and is
+// valid while a sequence holds that token and everything before it unchanged.
 #pragma once
 
 #include <algorithm>
@@ -13,19 +13,18 @@
 
 namespace pykv {
 
-// Each sequence continues one of those that were decoded (its origin: itself, or what it was copied
-// from since), and is as it was then below a limit. A row is held while one of its token's sequences
-// is the origin of a sequence whose limit lies above the token. So every change costs a comparison,
-// however many rows there are.
+// Each sequence has an origin among the decoded sequences (itself, or the source of a later copy) and a limit below
+// which it is unchanged. A row is held while one of its sequences is the origin of a sequence whose limit is above
+// the row's token. So a change costs one comparison, whatever the number of rows.
 class held_rows {
   public:
-    // There are no rows.
+    // Drop all rows.
     void forget() {
         rows.clear();
         members.clear();
     }
 
-    // A decode begins: each sequence holds what it is going to hold.
+    // A decode begins: each sequence is its own origin.
     void begin() {
         forget();
         was_restored = false;
@@ -35,7 +34,7 @@ class held_rows {
         }
     }
 
-    // Make room for the rows of a batch, so that noting them cannot fail.
+    // Reserve memory for the rows of a batch, so that recording them cannot fail.
     void reserve(const llama_batch & batch) {
         size_t n_rows = 0, n_members = 0;
         for (int32_t i = 0; i < batch.n_tokens; ++i) {
@@ -46,7 +45,7 @@ class held_rows {
         members.reserve(members.size() + n_members);
     }
 
-    // The next row belongs to this token.
+    // Record the next row, of this token.
     void decoded(llama_pos pos, const llama_seq_id * seqs, int32_t n) {
         rows.push_back({pos, members.size(), n});
         members.insert(members.end(), seqs, seqs + n);
@@ -55,27 +54,27 @@ class held_rows {
         }
     }
 
-    // The next row belongs to no token of a memory: nothing can take it away.
+    // Record the next row of an encode: it depends on no cells and stays valid.
     void encoded() { rows.push_back({0, members.size(), 0}); }
 
-    // Cells at `from` or later were removed, or moved there: what comes after them saw something else.
+    // Cells at `from` or later were removed or moved, so later tokens are no longer valid.
     void removed(llama_seq_id seq, llama_pos from) {
         auto & limit = branches[size_t(seq)].limit;
         limit = std::min(limit, from);
     }
 
-    // `dst` holds what `src` holds below `end`, and nothing else; 0 where that is not how src begins.
+    // `dst` became a copy of `src` below `end`; 0 if the copy is not a prefix of src.
     void copied(llama_seq_id src, llama_seq_id dst, llama_pos end) {
         branches[size_t(dst)] = branches[size_t(src)];
         removed(dst, end);
     }
 
-    // A sequence holds what a state held: none of it was in the last decode.
+    // A sequence was restored: none of its tokens were in the last decode.
     void restored(llama_seq_id seq) {
         removed(seq, 0);
         was_restored = true;
     }
-    // Whether that happened since the last decode: then rows may be gone whose tokens are there.
+    // Whether a state was restored since the last decode; used to explain missing rows.
     bool is_restored() const { return was_restored; }
 
     void cleared() {
@@ -84,7 +83,7 @@ class held_rows {
         }
     }
 
-    // Whether any sequence still holds the token of a row, after what came before it then.
+    // Whether any sequence still holds a row's token after the same prefix.
     bool is_held(size_t row) const {
         const auto & r = rows[row];
         const auto   begin = members.begin() + std::ptrdiff_t(r.first), end = begin + r.n;
@@ -93,7 +92,7 @@ class held_rows {
                });
     }
 
-    // Whether a sequence still holds all of its rows, as pooled embeddings need it.
+    // Whether a sequence still holds all its rows, as pooled embeddings need.
     bool is_whole(llama_seq_id seq) const {
         const auto & b = branches[size_t(seq)];
         return b.origin == seq && last[size_t(seq)] < b.limit;
@@ -107,7 +106,7 @@ class held_rows {
     };
     using branches_type = std::array<branch, 256>;  // LLAMA_MAX_SEQ
 
-    // What changes between two decodes, to be put back after a change that failed.
+    // The facts that change between two decodes, restored after a failed change.
     const branches_type & now() const { return branches; }
     void back_to(const branches_type & before) { branches = before; }
 
@@ -116,13 +115,13 @@ class held_rows {
 
     struct row {
         llama_pos pos;
-        size_t    first;  // of its members
+        size_t    first;  // index of its first member
         int32_t   n;
     };
     std::vector<row>          rows;
     std::vector<llama_seq_id> members;
     branches_type              branches{};
-    std::array<llama_pos, 256> last{};      // highest position of a row, by sequence
+    std::array<llama_pos, 256> last{};      // highest position of a row, per sequence
     bool                       was_restored = false;
 };
 

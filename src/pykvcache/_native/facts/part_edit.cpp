@@ -27,7 +27,7 @@ llama_pos first_from(const memory * m, llama_seq_id seq, llama_pos p) {
 uint32_t window_room(const memory * m, llama_seq_id seq, uint32_t n_seq_max) {
     const auto &   cells = m->swa->get_cells(seq);
     const uint32_t size = cells.size();
-    std::vector<llama_pos> kept(n_seq_max, -1);  // from which position on others keep their cells
+    std::vector<llama_pos> kept(n_seq_max, -1);  // first position whose cells another sequence keeps
     uint32_t       room = 0;
     for (uint32_t i = 0; i < size; ++i) {
         if (!cells.is_empty(i) && cells.seq_count(i) > 1) {
@@ -50,8 +50,8 @@ bool window_has_room(const memory * m, llama_seq_id seq, uint32_t n) {
     if (!m->swa) {
         return true;
     }
-    // As llama_kv_cache::find_slot() chooses: free cells, and those of one sequence that its
-    // next token does not see. This sequence will have left.
+    // The cells that llama_kv_cache::find_slot() would take: free ones, those of this sequence, and those of one other
+    // sequence that its next token does not see.
     const auto & cells = m->swa->get_cells(seq);
     uint32_t room = 0;
     for (uint32_t i = 0; i < cells.size() && room < n; ++i) {
@@ -89,7 +89,7 @@ int32_t drop_parts(edit_key, memory * m, llama_seq_id seq) noexcept {
 int32_t cut_attention(edit_key, memory * m, llama_seq_id seq, llama_pos from) noexcept {
     return guarded_void([&] {
         if (m->index) {
-            m->mem->seq_rm(seq, from, -1);  // keeps both alike; the other parts end before
+            m->mem->seq_rm(seq, from, -1);  // keeps cache and index in step; the other parts end before
         } else if (m->base) {
             m->base->seq_rm(seq, from, -1);
         }
@@ -107,7 +107,7 @@ void forget_free_states(edit_key, memory * m) noexcept {
 
 void settle_searches(edit_key, memory * m) noexcept {
     for (llama_kv_cache * cache : {m->base, m->swa, m->index}) {
-        // llama_kv_cache::prepare() gives back to a stream the place of another.
+        // llama_kv_cache::prepare() may restore a stream's position from another stream.
         for (uint32_t stream = 0; cache && stream < cache->get_n_stream(); ++stream) {
             uint32_t & place = (cache->*member(opened::searches()))[stream];
             place = std::min(place, cache->get_cells(llama_seq_id(stream)).used_max_p1());
@@ -130,7 +130,7 @@ int32_t zero_free_states(edit_key key, memory * m) noexcept {
                     ++end;
                 }
                 if (zeros.size() < (end - cell) * row) {
-                    writes.run();  // before what they read is moved
+                    writes.run();  // before resizing moves their source
                     zeros.resize((end - cell) * row);
                 }
                 if (end > cell) {

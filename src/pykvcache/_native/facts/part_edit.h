@@ -1,4 +1,4 @@
-// Changing one part of a memory alone, which llama.h cannot: for states of the part that forgets.
+// Change one part of a memory, which llama.h cannot: for partial states (window, recurrent state).
 #pragma once
 
 #include "probe.h"
@@ -7,10 +7,10 @@ namespace pykv {
 
 // Lowest position from p on that the sequence holds, or INT32_MAX.
 llama_pos first_from(const memory * m, llama_seq_id seq, llama_pos p);
-// How many cells of a sequence the window cache takes, once those that it has are gone, without a loss to others: none
-// that they can be cut with (spare_begin), and in a cache that is smaller than the context none that they will need.
+// Number of cells that the window cache has for a sequence, its own included, without harming other sequences: they
+// keep the cells that a rewind needs (spare_begin), and in a cache smaller than the context those they will need.
 uint32_t window_room(const memory * m, llama_seq_id seq, uint32_t n_seq_max);
-// Whether the window cache has room for n cells of a sequence once those that it has are gone.
+// Whether the window cache has room for n cells of a sequence after its own are removed.
 bool window_has_room(const memory * m, llama_seq_id seq, uint32_t n);
 
 }  // namespace pykv

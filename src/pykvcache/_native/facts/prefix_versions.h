@@ -1,4 +1,4 @@
-// Names for what a sequence holds, and which of them are still true. Used by sequences.h alone.
+// Versions of what a sequence holds, and which are still valid. Used by sequences.h only.
 #pragma once
 
 #include <algorithm>
@@ -10,12 +10,12 @@
 
 namespace pykv {
 
-// A prefix version is "the sequence ends at this position, and holds what it holds". It stays true while
-// no cell up to that position is removed, moved or replaced; what is appended does not matter.
-// Versions that are true end at rising positions, so each change takes the last few of them.
+// A prefix version stands for a sequence's cells up to a position. It is valid until one of these cells is removed,
+// moved or replaced; appending does not matter. Valid versions are sorted by position, so each change drops the last
+// few.
 class prefix_versions {
   public:
-    // Name what the sequence holds now, up to its last position.
+    // Return a version of the sequence as it is now.
     uint64_t name(llama_seq_id seq, llama_pos last) {
         changed(seq, last + 1);
         auto & held = versions[size_t(seq)];
@@ -25,7 +25,7 @@ class prefix_versions {
         return held.back().id;
     }
 
-    // Something at `from` or later is not what it was.
+    // Cells at `from` or later changed.
     void changed(llama_seq_id seq, llama_pos from) {
         auto & held = versions[size_t(seq)];
         while (!held.empty() && held.back().last >= from) {
@@ -52,7 +52,7 @@ class prefix_versions {
         uint64_t  id;
     };
 
-    // LLAMA_MAX_SEQ. No vector: nothing may throw where Python makes the object around this one.
+    // LLAMA_MAX_SEQ. Not a vector: constructing the Python object around this one must not throw.
     std::array<std::vector<version>, 256> versions;
     uint64_t count = 0;
 };

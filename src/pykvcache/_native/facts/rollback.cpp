@@ -1,10 +1,9 @@
-// Stepping a recurrent state back to one that llama.cpp kept: see rollback.h.
+// Roll a recurrent state back to one that llama.cpp kept: see rollback.h.
 //
-// A compute step over n tokens of a sequence writes the states after its last n tokens, n_rs_seq + 1 at most,
-// into as many planes of the state's cell: plane 0 is the newest. What lies in the planes after that is of
-// earlier steps, and llama.cpp would go back to it all the same. It also leaves a step back for the next
-// decode to carry out: copies do not see it, a sequence that shares the cell does, and states with two
-// of them end the process. So who has which states is kept here, and a step back is carried out at once.
+// A compute step over n tokens of a sequence writes the states after its last n tokens, at most n_rs_seq + 1, into
+// planes of the state's cell; plane 0 is the newest. The remaining planes are stale, but llama.cpp would go back to
+// them. It also defers a rollback to the next decode: copies miss it, sequences that share the cell are affected,
+// and two pending rollbacks end the process. So the valid states are tracked here, and rollbacks happen at once.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -20,7 +19,7 @@ namespace pykv {
 
 namespace {
 
-// Copy the state of one row to another, in every layer.
+// Copy a state from one row to another in every layer.
 void copy_state(const edit_key & key, const llama_memory_recurrent & r, size_t from, size_t to) {
     std::vector<const ggml_tensor *> all;
     for (const auto & tensors : {r.r_l, r.s_l, r.p_l}) {
@@ -53,7 +52,7 @@ int32_t empty_cell(const llama_memory_recurrent & r) {
     return found == r.cells.end() ? -1 : int32_t(found - r.cells.begin());
 }
 
-// Leave a cell to the others that share it; nothing is allocated.
+// Move a sequence from a shared cell to the empty cell `to`; does not allocate.
 void leave(llama_memory_recurrent & r, llama_seq_id seq, int32_t cell, int32_t to) {
     r.cells[to].seq_id.insert(r.cells[cell].seq_id.extract(seq));
     r.cells[to].pos = r.cells[cell].pos;
@@ -110,8 +109,8 @@ void note_earlier(edit_key, const llama_context * ctx, memory * m, const llama_b
         }
         longest = std::max(longest, n[size_t(seq)]);
     }
-    // llama.cpp keeps the last tokens of a sequence in one step, but does not say in which: of several steps a
-    // later one may have moved the state elsewhere. Steps of one sequence move none, nor is there a later one.
+    // A sequence's last tokens are in one step, but llama.cpp does not say in which, and a later step may have moved the
+    // state. Steps of a single sequence move nothing, and a single step has no later one.
     const llama_cparams & c = ctx->get_cparams();
     const bool alone = n_seqs == 1;
     const bool one_step = in_order && longest * n_seqs == uint32_t(batch.n_tokens) && uint32_t(batch.n_tokens) <= c.n_ubatch;
@@ -123,7 +122,7 @@ void note_earlier(edit_key, const llama_context * ctx, memory * m, const llama_b
                 kept = {};
             }
         } else if (c.embeddings) {
-            // With an output of every token each step is of one sequence, and the last one may be short.
+            // If every token outputs, each step has one sequence, and the last step may be shorter.
             kept = {cell, 0, std::min(most, (n[seq] - 1) % c.n_ubatch)};
         } else {
             kept = {cell, 0, alone || one_step ? std::min(most, n[seq] - 1) : 0};
@@ -144,7 +143,7 @@ int32_t step_back(edit_key key, memory * m, llama_seq_id seq, llama_pos p0) noex
         if (shared) {
             leave(r, seq, cell, to);
         }
-        // llama.cpp does the rest, in every part, and would take the state from its plane at the next decode.
+        // llama.cpp updates the other parts; it would copy the state at the next decode.
         const bool done = m->mem->seq_rm(seq, p0, -1);
         r.rs_idx[size_t(seq)] = 0;
         return int32_t(done);

@@ -1,4 +1,4 @@
-// Changing a context's memory, and what is known of its sequences with it.
+// Change a context's memory together with the facts about its sequences.
 #include <algorithm>
 #include <limits>
 #include <mutex>
@@ -32,9 +32,9 @@ void sequence_facts::close() noexcept {
     ctx = nullptr;
 }
 
-// What changes do to the facts ------------------------------------------------------------------------
+// Effects on the facts ------------------------------------------------------------------------
 
-// Nothing at `from` or later is what it was.
+// Cells at `from` or later changed.
 void sequence_facts::changed(llama_seq_id seq, llama_pos from) noexcept {
     ++changes;
     freed = true;
@@ -52,12 +52,12 @@ void sequence_facts::moved(llama_seq_id seq, llama_pos from, llama_pos to) noexc
     pending = true;
 }
 
-// `dst` holds what `src` holds below `end`; 0 where that is not how src begins.
+// `dst` became a copy of `src` below `end`; 0 if the copy is not a prefix of src.
 void sequence_facts::copied(llama_seq_id src, llama_seq_id dst, llama_pos end) noexcept {
     removed(dst, 0);
     rows.copied(src, dst, end);
     pending = pending || streams;
-    // Cells were made for the source's input: the copy goes on only with the same.
+    // The cells depend on the source's encoder input, so the copy needs the same one.
     if (input_key(src) != input_key(dst)) {
         input_keys[size_t(dst)] = 0;
     }
@@ -103,7 +103,7 @@ void sequence_facts::decoded(const llama_batch & batch) noexcept {
     }
 }
 
-// What a decode that failed leaves: some sequences are then good for nothing but removal.
+// Mark the sequences that a failed decode left unusable until they are removed.
 void sequence_facts::failed(const llama_batch & batch, int32_t code, const int32_t * states_before) noexcept {
     const bool stopped = code != -1 && code != REFUSED;
     last_damaged.reset();
@@ -112,8 +112,8 @@ void sequence_facts::failed(const llama_batch & batch, int32_t code, const int32
             last_damaged.set(size_t(batch.seq_id[i][0]));
         }
         forget_free_states({}, mem);
-        // States change places before the graph that copies them runs: a sequence
-        // that is not in the batch may have been moved, and its data not.
+        // States change cells before the graph copies their data, so even a sequence
+        // outside the batch may have moved without its data.
         for (llama_seq_id s = 0; s < n_seq_max; ++s) {
             if (state_cell(mem, s) != states_before[s]) {
                 last_damaged.set(size_t(s));
@@ -124,7 +124,7 @@ void sequence_facts::failed(const llama_batch & batch, int32_t code, const int32
         roll_back_coupled(batch);
     }
     if (code != -1 && kind(mem) != MEMORY_NONE) {
-        // Finding room for a batch in vain may have cost a window its cells.
+        // A failed search for room may have dropped window cells.
         for (llama_seq_id s = 0; s < n_seq_max; ++s) {
             if (!window_intact(mem, s, next_pos(s))) {
                 last_damaged.set(size_t(s));
@@ -134,7 +134,7 @@ void sequence_facts::failed(const llama_batch & batch, int32_t code, const int32
     damaged |= last_damaged;
 }
 
-// llama.cpp takes a failed step back for one sequence of each token only.
+// llama.cpp rolls a failed step back for only one sequence of each token.
 void sequence_facts::roll_back_coupled(const llama_batch & batch) noexcept {
     for (int32_t i = 0; i < batch.n_tokens; ++i) {
         const llama_pos pos = batch.pos[i];
@@ -181,7 +181,7 @@ int32_t sequence_facts::remove(llama_seq_id seq, removal what, llama_pos p0, lla
         return 0;
     }
     if (what == REMOVE_EMPTY) {
-        // llama.cpp would look at every cell of the cache to find that out.
+        // Skips llama.cpp's walk over every cell of the cache.
         damaged.reset(size_t(seq));
         return 0;
     }
@@ -206,7 +206,7 @@ int32_t sequence_facts::remove(llama_seq_id seq, removal what, llama_pos p0, lla
 }
 
 int32_t sequence_facts::keep(llama_seq_id seq) noexcept {
-    // llama_memory_seq_keep looks at one stream only.
+    // llama_memory_seq_keep handles one stream only.
     for (llama_seq_id s = 0; s < n_seq_max; ++s) {
         const int32_t code = s != seq ? remove(s, removal_of(s, 0, END), 0, END) : 0;
         if (code != 0) {
@@ -290,7 +290,7 @@ int32_t sequence_facts::read(llama_seq_id seq, const std::vector<state_piece> & 
         rows.cleared();
         forget_earlier({}, mem, -1);
     } else {
-        // llama.cpp leaves a destination alone for which the state holds nothing.
+        // llama.cpp does not clear the destination if the state is empty.
         removed(seq, 0);
         if (remove_cells({}, mem, seq, 0, END) == CAUGHT) {
             return CAUGHT;
@@ -320,7 +320,7 @@ int32_t sequence_facts::put_back(llama_seq_id seq, const std::vector<state_piece
 
 int32_t sequence_facts::put_part(llama_seq_id seq, const std::vector<state_piece> & pieces, llama_pos first,
                                  llama_pos last, uint64_t version) noexcept {
-    // A recurrent state may be of other tokens than the sequence holds.
+    // The recurrent state may be of other tokens than the sequence had.
     removed(seq, versions.is_true(seq, version) ? last + 1 : 0);
     begin_notes();
     int32_t code = drop_parts({}, mem, seq);
@@ -339,7 +339,7 @@ int32_t sequence_facts::put_part(llama_seq_id seq, const std::vector<state_piece
 
 // Computing -------------------------------------------------------------------------------------------
 
-// Remember where sequences begin whose memory cannot tell later.
+// Record where recurrent sequences begin, which their memory does not store.
 void sequence_facts::note_first_tokens(const llama_batch & batch) noexcept {
     llama_pos lo, hi;
     for (int32_t i = batch.n_tokens - 1; i >= 0; --i) {

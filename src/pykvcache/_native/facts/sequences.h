@@ -1,8 +1,8 @@
-// The one owner of what is true of a context's sequences, and the only way to change its memory.
+// Owns the facts about a context's sequences, and is the only way to change its memory.
 //
-// Each verb changes the cells and, with them, everything that is known of the sequences: which rows of
-// the last decode are still held, which prefix versions are true, what waits for an update, what needs
-// removal, where a recurrent sequence begins, what an encoder read, and whether views are stale.
+// Each verb changes the cells and updates the facts with them: valid rows of the last decode, valid prefix versions,
+// pending updates, sequences that need removal, first positions of recurrent sequences, encoder inputs, and the epoch
+// that makes views stale.
 #pragma once
 
 #include <array>
@@ -21,11 +21,11 @@
 
 namespace pykv {
 
-constexpr int32_t NOTHING_DONE = INT32_MIN + 1;  // there was no memory to begin with; caught() says so
+constexpr int32_t NOTHING_DONE = INT32_MIN + 1;  // out of memory before anything changed; see caught()
 constexpr int32_t REFUSED = 1;
 
-// The context's lock is held around every call, ids are valid and ranges checked. Where nothing else is
-// said, a verb returns 0, or CAUGHT.
+// The caller holds the context's lock and has checked ids and ranges. Unless stated otherwise, a verb returns 0 or
+// CAUGHT.
 class sequence_facts {
   public:
     sequence_facts() noexcept = default;
@@ -33,32 +33,32 @@ class sequence_facts {
     sequence_facts & operator=(const sequence_facts &) = delete;
     ~sequence_facts();
 
-    // `adapters`: the model's, which outlives this. False: caught.
+    // `adapters` is the model's lock, which outlives this object. False: caught.
     bool open(llama_context * ctx, adapter_lock * adapters) noexcept;
     void close() noexcept;
 
     // Facts -----------------------------------------------------------------------------------------
 
     const memory * cells() const { return mem; }
-    // Changes with every change of a cell: what was seen before one is stale after it.
+    // Advances with every change of cells; views of an older epoch are stale.
     uint64_t epoch() const { return changes; }
     // Whether a shift or a stream copy waits for the next update.
     bool is_pending() const { return pending; }
-    // Whether a sequence holds the rest of a decode that failed, from which nothing can go on.
+    // Whether a failed decode left the sequence unusable until it is removed.
     bool needs_removal(llama_seq_id seq) const { return damaged.test(size_t(seq)); }
-    // Whether the decode that failed last is why it does.
+    // Whether the last failed decode did that.
     bool was_damaged(llama_seq_id seq) const { return last_damaged.test(size_t(seq)); }
-    // Whether a part of a sequence can be neither removed, copied nor moved.
+    // Whether sequences can be removed, copied and moved only as a whole.
     bool whole_only() const { return whole; }
-    // The position after the last held one. llama.cpp asks the window, which may hold none.
+    // Position after the last one. llama.cpp asks the window, which may be empty.
     llama_pos next_pos(llama_seq_id seq) const {
         llama_pos lo, hi;
         return kind(mem) != MEMORY_NONE && extent(mem, seq, lo, hi) ? hi + 1 : 0;
     }
-    // Of an encoder-decoder model, a hash of the tokens that the encoder read for a sequence, 0 for none.
-    // Sequences with the same one attend to the same input.
+    // Encoder-decoder models: hash of the encoder's input tokens for a sequence, 0 for none. Sequences with equal hashes
+    // attend to the same input.
     uint64_t input_key(llama_seq_id seq) const { return input_keys[size_t(seq)]; }
-    // Whether a recurrent state can step back to before a position.
+    // Whether a recurrent state can be rolled back to before a position.
     bool can_resume_at(llama_seq_id seq, llama_pos p0) const {
         return !needs_removal(seq) && can_step_back(mem, seq, p0);
     }
@@ -67,65 +67,64 @@ class sequence_facts {
         return what == REMOVE_REFUSED && can_resume_at(seq, p0) && p1 >= next_pos(seq) ? REMOVE_STEPS : what;
     }
 
-    // A name for what a sequence holds now; is_version() tells while it still does. May throw.
+    // Returns a prefix version of a sequence, valid while is_version() is true. May throw.
     uint64_t name_version(llama_seq_id seq) { return versions.name(seq, next_pos(seq) - 1); }
     bool     is_version(llama_seq_id seq, uint64_t id) const { return versions.is_true(seq, id); }
 
-    // Output rows of the last decode, in their order: whether some sequence still holds the token.
+    // Whether an output row of the last decode is still valid (held_rows.h).
     bool      row_is_held(size_t row) const { return rows.is_held(row); }
     llama_pos row_pos(size_t row) const { return rows.pos(row); }
     // Whether a state was restored since the last decode.
     bool was_restored() const { return rows.is_restored(); }
-    // Whether a sequence still holds all of its rows, as pooled embeddings need it.
+    // Whether a sequence still holds all its rows, as pooled embeddings need.
     bool rows_are_whole(llama_seq_id seq) const { return rows.is_whole(seq); }
     void forget_rows() noexcept { rows.forget(); }
 
-    // NaN came out of this memory: what held it is made zero once nobody holds it.
+    // NaN came out of this memory: zero its states once they are free.
     void suspect() noexcept { suspected = true; }
 
     // Changes ---------------------------------------------------------------------------------------
 
-    // A call that may change cells begins: what was seen of them is stale, whatever it does.
+    // A call that may change cells begins: all views become stale.
     void begin() noexcept { ++changes; }
     int32_t clear(bool data) noexcept;
-    // `what` is removal_of() of the same range. REFUSED where llama.cpp says so after all.
+    // `what` is removal_of() the same range. REFUSED if llama.cpp refuses anyway.
     int32_t remove(llama_seq_id seq, removal what, llama_pos p0, llama_pos p1) noexcept;
-    // Remove all of every other sequence, in every stream and part.
+    // Remove every other sequence, in every stream and part.
     int32_t keep(llama_seq_id seq) noexcept;
-    // Remove what comes after `last`, of which nothing that the next token sees was dropped.
+    // Remove the positions after `last`. The window must still hold what the next token sees.
     int32_t rewind(llama_seq_id seq, llama_pos last) noexcept;
-    // Make dst hold what src holds in [p0, p1), and nothing else.
+    // Replace dst by the positions [p0, p1) of src.
     int32_t copy(llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) noexcept;
     int32_t shift(llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos delta) noexcept;
     int32_t divide(llama_seq_id seq, llama_pos p0, llama_pos p1, int d) noexcept;
-    // Apply what is pending, where no abort() can stop it half-way. 1 if that failed.
+    // Apply pending updates while abort() is disabled. 1 on failure.
     int32_t apply_pending() noexcept;
-    // The number of cells that moved, or CAUGHT.
+    // Returns the number of moved cells, or CAUGHT.
     int64_t compact() noexcept;
-    // Compute with other adapters. Clears the memory and the encoder output: both were computed without them.
-    // After CAUGHT and 1 nothing has gone, and `before` is in use again; NOTHING_DONE where even that failed.
+    // Switch adapters. Clears the memory and the encoder output, which were computed without them. After CAUGHT or 1
+    // nothing is cleared and `before` is in use again; NOTHING_DONE if even that failed.
     int32_t adapt(adapter_set & set, adapter_set & before) noexcept;
 
-    // Make a sequence hold a state that was found to fit. `firsts`: where sequences begin, by sequence.
-    // 1; or 0, and nothing changed, where only replace() can do it.
+    // Restore a checked state. `firsts`: first positions per sequence. 1 on success; 0 with nothing changed if only
+    // replace() can do it.
     int32_t place(bool v_trans, llama_seq_id seq, const std::vector<state_block> & blocks,
                   const std::vector<state_piece> & pieces, bool two, const llama_pos * firsts) noexcept;
-    // The same by llama.cpp's own reader, or with -1 of a whole context; after CAUGHT the sequence is
-    // gone, until put_back() is given a state of what it was.
+    // The same with llama.cpp's reader; -1 for a whole context. After CAUGHT the sequence is lost; put_back() restores
+    // it from a state taken before.
     int32_t replace(llama_seq_id seq, const std::vector<state_piece> & pieces, const llama_pos * firsts) noexcept;
     int32_t put_back(llama_seq_id seq, const std::vector<state_piece> & before) noexcept;
-    // Put a partial state back, beside the attention part that it was taken with: what that holds up to
-    // `last` stays. `version` was named when the state was taken.
+    // Restore a partial state; the attention part keeps its cells up to `last`. `version` was taken with the state.
     int32_t put_part(llama_seq_id seq, const std::vector<state_piece> & pieces, llama_pos first, llama_pos last,
                      uint64_t version) noexcept;
 
-    // llama_decode(), and what it leaves. The rows of a first part take the place of all that were
-    // there. A code above NOTHING_DONE and other than 0 has marked what needs removal.
+    // Run llama_decode() and update the facts. The rows of a first part replace all previous ones. After a non-zero code
+    // above NOTHING_DONE, needs_removal() tells which sequences are unusable.
     int32_t decode(const llama_batch & batch, bool is_first) noexcept;
     int32_t encode(const llama_batch & batch) noexcept;
 
   private:
-    // What each verb does to the facts.
+    // Effects of the verbs on the facts.
     void changed(llama_seq_id seq, llama_pos from) noexcept;
     void removed(llama_seq_id seq, llama_pos from) noexcept;
     void moved(llama_seq_id seq, llama_pos from, llama_pos to) noexcept;

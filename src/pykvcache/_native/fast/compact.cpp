@@ -1,4 +1,4 @@
-// Moving cells down: which ones, their data, then what llama.cpp knows about them.
+// Move cells down: choose them, move their data, then their entries in llama.cpp's cell class.
 #include <vector>
 
 #include "edit.h"
@@ -9,7 +9,7 @@ namespace pykv {
 
 namespace {
 
-// The cells above the number of used ones go, in their order, into the holes below it.
+// With n used cells, those at n or above move, in order, into the holes below n.
 std::vector<cell_move> moves_of(const llama_kv_cells & cells, const std::set<uint32_t> & used) {
     std::vector<cell_move> moves;
     const uint32_t n = cells.get_used();
@@ -33,7 +33,7 @@ void move_data(const edit_key & key, const memory * m, memory_part part, llama_s
     }
 }
 
-// No allocation: the sets' own nodes change their values.
+// Reuses the sets' nodes, so that nothing is allocated.
 void move_entries(open_cells & open, const std::vector<cell_move> & moves) noexcept {
     for (const auto & [from, to] : moves) {
         open.pos(to) = open.pos(from);
@@ -71,7 +71,7 @@ int64_t compact_part(const edit_key & key, const memory * m, memory_part part, u
         if (moves.empty()) {
             continue;
         }
-        // The data first: what a device refuses leaves every cell where it was.
+        // Data first: if a device refuses, all cells stay in place.
         move_data(key, m, part, llama_seq_id(seq), moves);
         move_entries(open, moves);
         open.head = open.cells.get_used() % open.cells.size();

@@ -1,8 +1,8 @@
 // Removal, copy, shift and division over a sequence's own cells.
 //
-// llama.cpp asks every cell of the context, and every one that it moves for all 256 sequences.
-// The set of a sequence's cells says where they are: the same changes, in time that grows with
-// the sequence instead of the context.
+// llama.cpp visits every cell of the context, and checks each moved cell against all 256 sequences.
+// Here the set of a sequence's cells gives their places, so the cost grows with the sequence, not
+// with the context.
 #include <algorithm>
 
 #include "copies.h"
@@ -16,14 +16,14 @@ bool is_plain() { return false; }
 
 namespace {
 
-// Memories that are these two caches and nothing beside them; others have more to keep in step.
+// Memories of only these two caches; others have more parts to keep in step.
 bool is_cells_only(const memory * m) { return m->kind == MEMORY_ATTENTION || m->kind == MEMORY_SLIDING_WINDOW; }
 
 // An open end as llama.h writes it: with streams it copies nothing else.
 llama_pos begin_of(llama_pos p0) { return p0 ? p0 : -1; }
 llama_pos end_of(llama_pos p1) { return p1 != POS_END ? p1 : -1; }
 
-// Remove the sequence from its cells in [p0, p1); a cell that no sequence holds any more becomes free.
+// Remove the sequence from its cells in [p0, p1); a cell without sequences becomes free.
 void take_out(const edit_key & key, llama_kv_cache & cache, llama_seq_id seq, llama_pos p0, llama_pos p1) {
     open_cells   open(key, cache, seq);
     auto &       held = open.held(seq);
@@ -49,7 +49,7 @@ cell_set part_of(const cell_set & held, llama_pos p0, llama_pos p1) {
     return part;
 }
 
-// Make `dst` hold these cells instead of what it held.
+// Replace the cells of `dst` by these.
 void assign(const edit_key & key, llama_kv_cache & cache, llama_seq_id dst, cell_set & cells) {
     take_out(key, cache, dst, 0, POS_END);
     open_cells open(key, cache, dst);
@@ -59,7 +59,7 @@ void assign(const edit_key & key, llama_kv_cache & cache, llama_seq_id dst, cell
     open.held(dst).swap(cells);
 }
 
-// Move the sequence's cells in [p0, p1), which nobody shares, to `moved(position)`.
+// Move the sequence's unshared cells in [p0, p1) to `moved(position)`.
 template <class F>
 void move(const edit_key & key, llama_kv_cache & cache, llama_seq_id seq, llama_pos p0, llama_pos p1, F && moved) {
     open_cells open(key, cache, seq);
@@ -82,13 +82,13 @@ void move(const edit_key & key, llama_kv_cache & cache, llama_seq_id seq, llama_
     }
     in_order = in_order && (end == held.end() || before < *end);
     if (in_order) {
-        // The order of nodes stays; only their keys change, and no key was made as a const object.
+        // Keys change in place: their order stays, and they were not created const.
         for (auto it = first; it != end; ++it) {
             const_cast<llama_pos &>(it->first) = moved(it->first);
         }
         return;
     }
-    // Nodes are taken out and put back: nothing is allocated, so nothing can fail half-way.
+    // Reuses nodes, so nothing is allocated and nothing can fail half-way.
     cell_set others;
     while (first != end) {
         auto node = held.extract(first++);
@@ -126,7 +126,7 @@ int32_t copy_cells(edit_key key, memory * m, llama_seq_id src, llama_seq_id dst,
             copy_whole(key, m, src, dst, begin_of(p0), end_of(p1));
             return;
         }
-        // Both made before either is used: running out of memory changes nothing.
+        // Allocate both before using either: running out of memory changes nothing.
         cell_set base = part_of(held_cells(*m->base, src), p0, p1), window;
         if (m->swa) {
             window = part_of(held_cells(*m->swa, src), p0, p1);
@@ -142,8 +142,8 @@ int32_t add_cells(edit_key key, memory * m, llama_seq_id seq, llama_pos p0, llam
             m->mem->seq_add(seq, begin_of(p0), end_of(p1), delta);
             return;
         }
-        // llama.cpp would also set the head back to 0, and later decodes would then overwrite
-        // cells outside the window that a rewind could still use.
+        // llama.cpp would also reset the head to 0, and later decodes would overwrite cells
+        // outside the window that a rewind still needs.
         each_cache(m, [&](llama_kv_cache & cache) {
             move(key, cache, seq, p0, p1, [&](llama_pos p) { return p + delta; });
         });

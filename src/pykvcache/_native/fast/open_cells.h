@@ -1,4 +1,4 @@
-// llama.cpp's sets of cells, with everything about them to change. Used by the files of this folder alone.
+// Write access to llama.cpp's cell sets. Used by the files of this folder only.
 #pragma once
 
 #include <algorithm>
@@ -24,13 +24,13 @@ PYKV_OPEN(v_heads, llama_kv_cache, v_heads, std::vector<uint32_t> llama_kv_cache
 
 }  // namespace opened
 
-// The cells of the stream that holds a sequence, with everything about them to change: for who has the key.
+// Write access to the cells of a sequence's stream; requires the key.
 struct open_cells {
     llama_kv_cells & cells;
-    uint32_t &       head;  // where the search for free cells begins
+    uint32_t &       head;  // start of the search for free cells
 
     open_cells(const edit_key &, llama_kv_cache & cache, llama_seq_id seq)
-        // The cells are the cache's own non-const member; only its accessor is const.
+        // Legal: the member is not const, only its accessor is.
         : cells(const_cast<llama_kv_cells &>(cache.get_cells(seq))),
           head((cache.*member(opened::v_heads()))[stream_of(cache, seq)]) {}
 
@@ -43,12 +43,12 @@ struct open_cells {
     llama_kv_cells::seq_set_t & members(uint32_t i) { return (cells.*member(opened::seq()))[i]; }
 };
 
-// Removes a sequence from cells, one by one; a cell that no sequence holds any more becomes free.
+// Removes a sequence from cells one by one; a cell without sequences becomes free.
 class cell_release {
   public:
     cell_release(open_cells & open, llama_seq_id seq) : open(open), seq(seq), hint(open.used().end()) {}
 
-    // `taken`: another sequence is about to hold the cell, so it does not become free.
+    // `taken`: another sequence is about to take the cell, so it stays used.
     void operator()(uint32_t i, bool taken = false) noexcept {
         auto & members = open.members(i);
         members.reset(seq);
@@ -58,7 +58,7 @@ class cell_release {
         open.pos(i) = -1;
         open.ext(i).reset();
         open.shift(i) = 0;
-        // Cells of a sequence mostly follow each other.
+        // A sequence's cells are mostly contiguous.
         if (hint == open.used().end() || *hint != i) {
             hint = open.used().find(i);
         }

@@ -1,6 +1,6 @@
-// A sequence's state, read without llama.cpp's search: that one inserts cells one by one into two
-// trees and clears the destination first. Here everything that can fail is done aside, so that
-// what the sequence held before needs no copy, and is often overwritten where it lies.
+// Restores a sequence's state without llama.cpp's reader, which inserts cells one by one into two
+// trees and clears the destination first. Here all steps that can fail come first, so that the old
+// contents need no copy and are often overwritten in place.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -21,20 +21,20 @@ namespace pykv {
 
 namespace {
 
-// llama.cpp computes over the cells up to the last that is used, rounded up to this.
+// llama.cpp computes over the cells up to the highest used one, rounded up to this.
 constexpr uint32_t CELL_PADDING = 256;
 
 uint32_t padded(uint32_t n) { return (n + CELL_PADDING - 1) / CELL_PADDING * CELL_PADDING; }
 
 enum cell_use : uint8_t { KEPT, FREE, TARGET };
 
-// Where the rows of a block go.
+// Destination of a block's rows.
 struct rows_target {
     state_block block;
     live_tensor tensor;
 };
 
-// What one cache has to do to hold the cells of a state. Nothing shows before commit().
+// Restores the cells of a state in one cache. Nothing is visible before commit().
 class placing {
   public:
     placing(const edit_key & key, llama_kv_cache & cache, llama_seq_id seq) : key(key), open(key, cache, seq), seq(seq) {
@@ -71,8 +71,8 @@ class placing {
         }
     }
 
-    // Choose cells among the free ones and those that only this sequence holds; of a device the free ones
-    // alone, because it may fail in the middle.
+    // Choose target cells: free ones, and in host memory also those that only this sequence holds. A device copy may
+    // fail midway, so there the old cells must survive.
     bool choose(bool host) {
         const uint32_t size = open.cells.size();
         const auto     n = uint32_t(records.size());
@@ -86,9 +86,9 @@ class placing {
             }
         };
         if (!host) {
-            // What the sequence holds stays as it is until all is there.
+            // Keep the old cells until all data is copied.
         } else if (open.held(seq).size() > size / 4) {
-            // A walk over many cells is faster than one over the nodes of a few less.
+            // For many cells, scanning the array is faster than walking the nodes.
             for (uint32_t i = 0; i < size; ++i) {
                 free_own(i);
             }
@@ -113,15 +113,15 @@ class placing {
         return true;
     }
 
-    // Whether a cell that the sequence holds is written to.
+    // Whether a target is one of the sequence's current cells.
     bool overwrites() {
         return std::any_of(targets.begin(), targets.end(), [&](uint32_t i) { return open.pos(i) != -1; });
     }
 
-    // Whether the same cells were chosen: an index belongs to its neighbour by number.
+    // Whether the same cells were chosen: an index and its cache share cell numbers.
     bool is_beside(const placing & other) const { return targets == other.targets; }
 
-    // Everything that needs memory.
+    // Do all allocations.
     void prepare() {
         same = open.held(seq).size() == targets.size();
         for (size_t k = 0; same && k < targets.size(); ++k) {
@@ -203,7 +203,7 @@ class placing {
         llama_kv_cell_ext ext;
     };
 
-    // The lowest cells in one run, where the cache grows no longer for it.
+    // Prefer the lowest contiguous run, if llama.cpp then computes over no more cells.
     void prefer_run() {
         const auto n = uint32_t(targets.size());
         if (n == 0 || targets.back() - targets.front() + 1 == n) {
@@ -226,7 +226,7 @@ class placing {
         }
     }
 
-    // Call put(offset, bytes) for each run of a tensor's bytes that the cells are, in the order of a state.
+    // Call put(offset, bytes) for each contiguous run of the cells' bytes in a tensor, in a state's order.
     template <class Put> void runs_of(const live_tensor & t, Put && put) const {
         if (!t.transposed) {
             cell_runs(t.cell_stride, 0, put);
@@ -250,7 +250,7 @@ class placing {
         }
     }
 
-    // Remove the sequence from the cells that it held.
+    // Remove the sequence from its old cells.
     void release_old() noexcept {
         cell_release release(open, seq);
         for (const auto & held_cell : open.held(seq)) {
@@ -261,17 +261,17 @@ class placing {
     edit_key                  key;
     open_cells                open;
     llama_seq_id              seq;
-    llama_kv_cells::seq_set_t alone;  // the sequences of a cell that no other holds
+    llama_kv_cells::seq_set_t alone;  // the set of only this sequence
     std::vector<cell_record>  records;
     std::vector<cell_use>     use;
-    std::vector<uint32_t>     targets, added;  // ascending; of records, and of cells that were empty
-    // How many of `added` are in llama.cpp's set of used cells; the destructor takes them out again.
+    std::vector<uint32_t>     targets, added;  // cells of the records, and those of them that were empty; ascending
+    // How many of `added` are already in llama.cpp's set of used cells; the destructor removes them.
     size_t                    n_added = 0;
     cell_set                  held;
-    bool                      same = false;  // the very cells, at the very positions
+    bool                      same = false;  // same cells at the same positions as before
 };
 
-// Whether rows can be copied to a tensor as they are.
+// Whether rows match a tensor's type and shape.
 bool fits(const state_block & block, const live_tensor & t) {
     const uint64_t row = block.size / block.n_cells;
     if (!t.data || t.transposed != (block.kind == BLOCK_V_TRANS)) {
@@ -332,7 +332,7 @@ bool place(const edit_key & key, memory * m, bool v_trans, llama_seq_id seq, con
             rows[k].first->copy(in, rows[k].second);
         }
     };
-    // Cells that nobody holds may be written to before it is sure that all goes well.
+    // Free cells may be written to before success is certain.
     if (!early) {
         prepare();
     }

@@ -1,7 +1,7 @@
-// Connections to devices of other machines (rpc/), which can be lost in the middle of a call.
+// Connections to remote devices (rpc/), which can be lost during a call.
 //
-// ggml cannot be told of a loss: it goes on with made-up answers. guarded.h turns the result of such a call
-// into an error, and no context that used the connection computes again.
+// ggml cannot be told of a loss, so it continues with fabricated replies. guarded.h turns such a call's result into an
+// error, and no context of that connection computes again.
 #pragma once
 
 #include <atomic>
@@ -13,7 +13,7 @@
 
 namespace pykv {
 
-// Whether there ever was a connection: without one no call has anything to check.
+// Whether a connection was ever made; otherwise calls skip the check.
 inline std::atomic<bool> any_device_link{false};
 
 struct device_link {
@@ -24,7 +24,7 @@ struct device_link {
     const std::string endpoint;  // host:port, as the user gave it
     std::atomic<bool> is_lost{false};
 
-    // The first reason stays.
+    // Keeps the first reason.
     void lose(std::string why) {
         std::lock_guard<std::mutex> lock(mutex);
         if (!is_lost) {
@@ -54,7 +54,7 @@ inline const device_link * lost_link(const device_links & links) noexcept {
     return nullptr;
 }
 
-// Those of the context whose lock this thread holds; NULL where it has none.
+// Connections of the context whose lock this thread holds; NULL if none.
 inline thread_local const device_links * watched_links = nullptr;
 
 }  // namespace pykv

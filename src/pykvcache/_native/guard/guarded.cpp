@@ -14,7 +14,7 @@ namespace pykv {
 
 namespace {
 
-// Enough for a model load at debug level; a program that never drains keeps only the newest.
+// Enough for a model load at debug level; if never drained, only the newest lines are kept.
 constexpr size_t LOG_LINES_MAX = 4096;
 
 thread_local std::string caught_text;
@@ -71,7 +71,7 @@ void on_abort(const char * message) {
     if (guard.depth > 0) {
         throw std::runtime_error(message);
     }
-    // A worker thread: nobody can catch there, so at least say why the process ends.
+    // On a worker thread an exception cannot be caught, so log why the process ends.
     std::fprintf(stderr, "%s\n", message);
 }
 

@@ -1,8 +1,7 @@
-// llama.h's calls with every C++ exception caught at the border.
+// Calls of llama.h with all C++ exceptions caught.
 //
-// ggml reports a broken precondition through an abort callback; ours throws, so
-// that what no check foresaw becomes a code here instead of the end of the process.
-// This is the net behind the checks, not the check.
+// ggml reports a broken precondition through an abort callback. Ours throws, so that a failure that
+// no check foresaw becomes a code instead of ending the process. A safety net behind the checks.
 #pragma once
 
 #include <algorithm>
@@ -21,42 +20,42 @@
 
 namespace pykv {
 
-constexpr int32_t CAUGHT = INT32_MIN;  // no call here returns it by itself
+constexpr int32_t CAUGHT = INT32_MIN;  // no function of llama.h returns this value
 
 // Install the log and abort hooks; once, under the GIL.
 void install_hooks();
 
-// What the last guarded call on this thread caught; empty if nothing.
+// Message of the exception caught by this thread's last guarded call, or "".
 const std::string & caught() noexcept;
 // Whether it was std::bad_alloc.
 bool caught_memory() noexcept;
-// The server that was lost in it; empty if none was.
+// Server that was lost during that call, or "".
 const std::string & caught_endpoint() noexcept;
-// The warnings and errors that llama.cpp logged on this thread since begin_notes().
+// Warnings and errors that llama.cpp logged on this thread since begin_notes().
 void begin_notes() noexcept;
 std::string take_notes() noexcept;
 
-// The queue of log lines: drained under the GIL, because the callback must not need it.
+// Queue of log lines, drained under the GIL, because the callback must not take the GIL.
 void set_log_threshold(int level) noexcept;
 void log_warning(const char * text) noexcept;
 bool has_log() noexcept;
 bool take_log(int & level, std::string & text) noexcept;
-// In the child of a fork another thread's lock on the queue would never be opened.
+// After a fork, the queue's lock may be held by a thread that does not exist in the child.
 void renew_log();
 
 // Details of guarded().
 struct guard_state {
     int  depth = 0;
     bool caught = false;  // whether there is a text to forget
-    bool muted = false;   // while something is tried whose failure is reported elsewhere
+    bool muted = false;   // during an attempt whose failure is reported elsewhere
 };
-// Constant at first and trivial at the end: reading it needs no hidden call.
+// Constant-initialised and trivially destroyed, so that access needs no guard call.
 inline thread_local guard_state guard;
 void note_caught(const char * what, bool memory);
 void note_lost(const device_link & link) noexcept;
 void forget_caught();
 
-// While it lives, a broken precondition of ggml throws: for what is declared `except +`.
+// While it exists, a broken precondition of ggml throws; for functions declared `except +`.
 struct assertions_throw {
     assertions_throw() { ++guard.depth; }
     ~assertions_throw() { --guard.depth; }
@@ -82,9 +81,9 @@ template <class R, class F> R guarded(R on_error, F && call) noexcept {
         note_caught("unknown C++ exception", false);
     }
     --mine.depth;
-    // What is made anew has to be freed by whoever asked for it, and is checked when it is used.
+    // A created object is returned anyway: the caller must free it, and using it checks the link.
     if constexpr (!std::is_pointer_v<R> || std::is_const_v<std::remove_pointer_t<R>>) {
-        // ggml went on with made-up answers: the result means nothing.
+        // ggml continued with fabricated replies, so the result is invalid.
         if (any_device_link.load(std::memory_order_relaxed) && watched_links && mine.depth == 0) {
             if (const device_link * lost = lost_link(*watched_links)) {
                 note_lost(*lost);
@@ -99,10 +98,10 @@ template <class F> int32_t guarded_void(F && call) noexcept {
     return guarded<int32_t>(CAUGHT, [&] { call(); return 0; });
 }
 
-// Why a GGUF must not be loaded, other than what llama.cpp itself refuses; empty if nothing.
+// Why a GGUF must not be loaded, beyond llama.cpp's own checks; "" if it may.
 std::string header_problem(const char * path, bool vocab_only) noexcept;
-// Whether ggml's AMX code is in this build, and whether it is right for a model: it takes products of one matrix of
-// weights with one of activations.
+// Whether this build has ggml's AMX code, and whether it is correct for a model: it supports only products of one
+// matrix of weights and one of activations.
 bool uses_amx();
 bool multiplies_single_matrices(const char * path) noexcept;
 inline llama_model * model_load(const char * path, llama_model_params params) noexcept {
@@ -114,7 +113,7 @@ inline gguf_context * gguf_open(const char * path) noexcept {
 inline int32_t model_free(llama_model * model) noexcept {
     return guarded_void([&] { llama_model_free(model); });
 }
-// Contexts share the model: it is freed when the last of them is.
+// Shared with contexts; freed with the last of them.
 inline std::shared_ptr<llama_model> own_model(llama_model * model) {
     return std::shared_ptr<llama_model>(model, [](llama_model * last) { model_free(last); });
 }
@@ -141,7 +140,7 @@ inline int32_t tokenize(const text_vocab & vocab, const char * text, size_t size
                         token_list & out) noexcept {
     return guarded_void([&] { vocab.tokenize(text, size, add_special, parse_special, out); });
 }
-// llama.cpp's own way to the same, which tests compare with.
+// llama.cpp's own version, for tests.
 inline int32_t tokenize_whole(const llama_vocab * vocab, const char * text, size_t size, bool add_special,
                               bool parse_special, std::vector<llama_token> & out) noexcept {
     return guarded_void([&] {

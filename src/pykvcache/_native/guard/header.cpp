@@ -1,5 +1,5 @@
-// What a file's header tells before the load: zeros that llama.cpp would divide by (nothing catches a SIGFPE), and
-// whether the graphs of its architecture suit ggml's AMX code.
+// Checks of a file's header before the load: zeros that llama.cpp would divide by (a SIGFPE cannot be caught), and
+// whether ggml's AMX code suits the architecture's graphs.
 #include <algorithm>
 #include <cstring>
 #include <iterator>
@@ -14,17 +14,17 @@ namespace pykv {
 
 namespace {
 
-// Ends of keys that are never 0 in a model that works.
+// Suffixes of keys that must not be 0.
 constexpr const char * DIVISORS[] = {
     ".attention.group_norm_groups", ".attention.output_group_count", ".experts_per_group", ".full_attention_interval",
     ".ssm.group_count", ".ssm.time_step_rank", ".wkv.head_size",
 };
-// Architectures whose loaders divide by the number of heads of the first layer; layers of others may have none.
+// Architectures whose loaders divide by the first layer's number of heads; in others a layer may have none.
 constexpr const char * BY_HEADS[] = {"deepseek2", "gemma2", "gemma3", "olmo2", "phimoe"};
-// Those that divide by the number of experts used where the size of an expert is not given.
+// Architectures that divide by the number of used experts if the expert size is not given.
 constexpr const char * BY_EXPERTS[] = {"qwen35moe", "qwen3next", "qwen4exp"};
 
-// The first value of a key; 0 if it is missing. Loaders refuse values of other types.
+// First value of a key; 0 if missing. Loaders refuse other types.
 uint32_t first_value(const gguf_context * header, const std::string & key) {
     const int64_t id = gguf_find_key(header, key.c_str());
     if (id < 0) {
@@ -79,7 +79,7 @@ std::string vocab_problem(const gguf_context * header) {
 
 std::string header_problem(const char * path, bool vocab_only) noexcept {
     std::string problem;
-    guard.muted = true;  // the load itself says what else is wrong
+    guard.muted = true;  // the load itself reports other errors
     guarded_void([&] {
         const gguf_context_ptr header(gguf_init_from_file(path, {/*no_alloc=*/true, /*ctx=*/nullptr}));
         if (header) {
@@ -100,7 +100,7 @@ bool multiplies_single_matrices(const char * path) noexcept {
         // Recurrent layers multiply one matrix of activations per sequence of the batch.
         bool single = arch != LLM_ARCH_UNKNOWN && !llm_arch_is_recurrent(arch) && !llm_arch_is_hybrid(arch);
         for (ggml_tensor * t = tensors ? ggml_get_first_tensor(made) : nullptr; t && single; t = ggml_get_next_tensor(made, t)) {
-            // The weights of experts are chosen by ids (ggml_mul_mat_id), which the code for AMX leaves alone.
+            // AMX code does not handle products of experts' weights (ggml_mul_mat_id).
             single = (ggml_n_dims(t) <= 2 || std::strstr(t->name, "_exps")) && ggml_nelements(t) < INT32_MAX;
         }
         return single;

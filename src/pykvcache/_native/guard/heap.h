@@ -1,4 +1,4 @@
-// What the allocator keeps after many small pieces were freed.
+// Return the allocator's free memory to the system.
 #pragma once
 
 #include <cstdlib>
@@ -8,7 +8,7 @@
 
 namespace pykv {
 
-// Give it back to the system; other allocators do so by themselves, or cannot.
+// glibc only; other allocators do so themselves or cannot.
 inline void trim_memory() noexcept {
 #ifdef __GLIBC__
     malloc_trim(0);

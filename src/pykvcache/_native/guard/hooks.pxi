@@ -1,4 +1,4 @@
-# The one interpreter, logging, errors caught in C++, fork.
+# Interpreter checks, logging, errors caught in C++, fork.
 
 cdef extern from "Python.h":
     ctypedef struct PyInterpreterState:
@@ -6,11 +6,11 @@ cdef extern from "Python.h":
     PyInterpreterState* PyInterpreterState_Get()
     PyInterpreterState* PyInterpreterState_Main()
 
-# The hooks, the log and the end of the process belong to one interpreter. __init__.py asks first.
+# Hooks, log and exit handling belong to one interpreter. __init__.py checks first.
 if PyInterpreterState_Get() != PyInterpreterState_Main():
     raise ImportError("pykvcache cannot be used in a subinterpreter")
 
-# A free-threaded interpreter turns the GIL on for this module, unless it was told not to.
+# A free-threaded interpreter enables the GIL for this module, unless told not to.
 if not getattr(sys, "_is_gil_enabled", lambda: True)():
     raise ImportError(
         "pykvcache needs the GIL, and PYTHON_GIL=0 (or -X gil=0) keeps it off: "
@@ -18,7 +18,7 @@ if not getattr(sys, "_is_gil_enabled", lambda: True)():
 
 
 cdef str _text(const string& text):
-    """Decode without the copy that `decode` of a std::string makes, where nothing catches what it throws."""
+    """Decode from a pointer: `decode` of a std::string makes a copy that may throw uncaught."""
     return text.data()[:text.size()].decode("utf-8", "replace")
 
 
@@ -37,7 +37,7 @@ _logger.addHandler(logging.NullHandler())
 cdef tuple _LEVELS = (
     logging.NOTSET, logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.INFO)
 
-# Counts forks: an object of another generation belongs to the parent process.
+# Number of forks: an object of another generation belongs to the parent process.
 cdef int _generation = 0
 
 
@@ -66,7 +66,7 @@ def _stop_all():
 
 
 cdef int _sync_log() except -1:
-    """Tell C which lines the logger wants, so that the others cost no copy."""
+    """Pass the logger's level to C, so that unwanted lines are not copied."""
     cdef int level = _logger.getEffectiveLevel()
     lib.set_log_threshold(
         1 if level <= 10 else 2 if level <= 20 else 3 if level <= 30 else 4 if level <= 40 else 6)
@@ -74,7 +74,7 @@ cdef int _sync_log() except -1:
 
 
 cdef int _drain_log() except -1:
-    """Hand queued log lines to Python; a logger that raises is reported, not obeyed."""
+    """Pass queued log lines to Python; report exceptions of the logger without raising them."""
     cdef int level = 0
     cdef string text
     if not lib.has_log():
@@ -92,7 +92,7 @@ cdef int _drain_log() except -1:
 
 
 cdef str _notes():
-    """What llama.cpp had to say about the failure of this thread's call, in one line."""
+    """Return what llama.cpp logged about the failure of this thread's call, in one line."""
     cdef string notes = lib.take_notes()
     text = _text(notes)
     cdef dict lines = {}
@@ -103,7 +103,7 @@ cdef str _notes():
 
 
 cdef object _caught_error(str where):
-    """The exception for a call that came back with CAUGHT."""
+    """Return the exception for a call that returned CAUGHT."""
     text = _text(lib.caught())
     if not lib.caught_endpoint().empty():
         return DeviceLost(_text(lib.caught_endpoint()), where, text)
@@ -113,11 +113,11 @@ cdef object _caught_error(str where):
 
 
 def system_info() -> dict:
-    """Return the version of llama.cpp, what it was built with, and what runs on this processor.
+    """Return the version of llama.cpp, its build options, and the CPU code in use.
 
-    ``cpu`` names the copy of ggml's CPU code that is used, out of ``cpu_choices``, the best first:
-    ``native`` where it was compiled for the build machine. The environment variable ``PYKVCACHE_CPU``,
-    read at the import, chooses another.
+    ``cpu`` is the copy of ggml's CPU code in use, one of ``cpu_choices`` (best first); ``native`` if
+    compiled for the build machine. The environment variable ``PYKVCACHE_CPU``, read at import,
+    selects another.
     """
     return {
         "llama_version": lib.llama_version().decode(),

@@ -1,4 +1,4 @@
-// Ctrl-C while the main thread changes sequences: noted, and handled as it would have been as soon as that is over.
+// Defers Ctrl-C while the main thread changes sequences, and handles it as usual right after.
 #pragma once
 
 #include <atomic>
@@ -8,8 +8,8 @@
 
 namespace pykv {
 
-// Called by the main thread, with the GIL. Python's own handler is what `end` gives the signal to: it knows what the
-// program has installed. On Windows nothing is put off.
+// Called by the main thread with the GIL. `end` passes the signal to Python's own handler, which knows the program's
+// handler. On Windows nothing is deferred.
 class deferred_sigint {
   public:
     void begin() noexcept {
@@ -22,7 +22,7 @@ class deferred_sigint {
             raise(SIGINT);
         }
     }
-    // Let the program's handler have a signal that has come; whether one had.
+    // Deliver a deferred signal to the program's handler; returns whether there was one.
     bool deliver() noexcept {
         if (depth == 0 || count.load() == 0) {
             return false;
@@ -32,10 +32,10 @@ class deferred_sigint {
         install();
         return true;
     }
-    // The decode that a signal stops, null for none.
+    // Abort flag of the decode that a signal stops; null for none.
     void stops(abort_flag * decode) noexcept { stopped.store(decode); }
 
-    // In a forked child.
+    // Reset in a forked child.
     void forget() noexcept {
         if (depth > 0) {
             depth = 0;
@@ -63,15 +63,15 @@ class deferred_sigint {
         mine.sa_flags         = SA_ONSTACK | SA_RESTART;
         sigaction(SIGINT, &mine, &before);
         if (before.sa_handler == SIG_DFL) {
-            sigaction(SIGINT, &before, nullptr);  // it ends the process at once
+            sigaction(SIGINT, &before, nullptr);  // the default action ends the process at once
         }
     }
-    // Whether a signal has come since `install`.
+    // Whether a signal arrived since `install`.
     bool restore() noexcept {
         struct sigaction found = {};
         sigaction(SIGINT, &before, &found);
         if (found.sa_handler != note) {
-            sigaction(SIGINT, &found, nullptr);  // installed within
+            sigaction(SIGINT, &found, nullptr);  // keep a handler that was installed during the call
         }
         return count.exchange(0) > 0;
     }
@@ -81,7 +81,7 @@ class deferred_sigint {
 inline deferred_sigint sigint;
 
 #ifndef _WIN32
-// In any thread. The third signal is not put off: something of the program's own may hang.
+// Runs in any thread. The third signal is not deferred: the program's own code may hang.
 inline void deferred_sigint::note(int signal) noexcept {
     if (abort_flag * decode = sigint.stopped.load()) {
         decode->wanted = true;

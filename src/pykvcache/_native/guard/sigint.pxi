@@ -1,5 +1,5 @@
-# Ctrl-C is put off while the main thread changes sequences or decodes. What its handler raises comes out of
-# the decode that it stops, or when the change is over.
+# Ctrl-C is deferred while the main thread changes sequences or decodes. Its handler's exception is raised by
+# the stopped decode, or at the end of the change.
 
 cdef object _SIGINT = _signal.SIGINT
 cdef object _getsignal = _signal.getsignal
@@ -22,12 +22,12 @@ cdef inline void _release_sigint() noexcept:
 
 
 cdef bint _stops_decodes() except -1:
-    """Whether Ctrl-C ends a decode; a handler of the program's own decides that itself."""
+    """Whether Ctrl-C stops a decode; a program's own handler decides that itself."""
     return _is_main_thread() and _getsignal(_SIGINT) is _raises_interrupt
 
 
 cdef int _handle_sigint() except -1:
-    """Let the handler of a SIGINT that was put off run now; raises what it raises."""
+    """Run the handler of a deferred SIGINT; raises what it raises."""
     if _is_main_thread() and lib.sigint.deliver():
         PyErr_CheckSignals()
     return 0

@@ -1,4 +1,4 @@
-// What several threads touch: the context's lock, the abort flag, the fork counter.
+// State shared by threads: the context's lock, the abort flag, the fork counter.
 #pragma once
 
 #include <atomic>
@@ -11,8 +11,8 @@
 
 namespace pykv {
 
-// A mutex that knows its owner, so that a call from one of the context's own
-// callbacks is refused instead of a deadlock.
+// A mutex that knows its owner, so that a call from one of the context's callbacks
+// is refused instead of deadlocking.
 class owned_mutex {
   public:
     bool try_lock() {
@@ -26,7 +26,7 @@ class owned_mutex {
         mutex.lock();
         begin();
     }
-    // At the end of the process: nothing runs under it any more, and it may be gone before its owner's last call.
+    // At process exit: nothing may run under it any more. Does not watch `links`, which may be destroyed before.
     void lock_for_good() {
         mutex.lock();
         owner.store(std::this_thread::get_id(), std::memory_order_relaxed);
@@ -40,14 +40,14 @@ class owned_mutex {
     }
     bool is_mine() const { return owner.load(std::memory_order_relaxed) == std::this_thread::get_id(); }
 
-    // Connections that the calls under this lock depend on; once, before the first of them.
+    // Set the connections that calls under this lock depend on; once, before the first call.
     void watch(const device_links & servers) noexcept { links = servers.empty() ? nullptr : &servers; }
 
   private:
     std::mutex                   mutex;
     std::atomic<std::thread::id> owner{};
     const device_links *         links = nullptr;
-    const device_links *         before = nullptr;  // of the lock that this thread holds already; null before there is any
+    const device_links *         before = nullptr;  // of the lock that this thread already holds; null for none
 
     void begin() {
         owner.store(std::this_thread::get_id(), std::memory_order_relaxed);
@@ -58,12 +58,12 @@ class owned_mutex {
     }
 };
 
-// abort() from another thread concerns a decode that runs, in whatever part, and no later one.
+// abort() from another thread stops the running decode, in any of its parts, but no later one.
 struct abort_flag {
     std::atomic<bool> running{false};
     std::atomic<bool> wanted{false};
-    std::atomic<bool> armed{false};  // off while a pending shift is applied: a part of one is damage
-    std::atomic<int64_t> countdown{0};  // for tests: polls until abort() is asked for; 0 for never
+    std::atomic<bool> armed{false};  // off while a pending shift is applied, which must not stop half-way
+    std::atomic<int64_t> countdown{0};  // for tests: polls until an abort; 0 for never
 
     void begin() {
         wanted = false;
@@ -81,7 +81,7 @@ struct abort_flag {
         }
         return running;
     }
-    // Ask at a poll from now on, 0 for none; how many of the last such wish have not come yet.
+    // Abort at a poll counted from now, 0 for never; returns the remaining polls of the previous call.
     int64_t ask_at(int64_t poll) noexcept { return countdown.exchange(poll); }
     static bool poll(void * self) {
         auto * flag = static_cast<abort_flag *>(self);
@@ -93,7 +93,7 @@ struct abort_flag {
 };
 
 // At interpreter exit a load may no longer call back: taking the GIL would end its
-// thread inside C++. It is cancelled instead, and waited for.
+// thread inside C++. So it is cancelled and waited for.
 struct load_gate {
     std::atomic<int>  running{0};
     std::atomic<bool> exiting{false};

@@ -1,7 +1,7 @@
-// Clears the x87 unit, which computes nothing here.
+// Resets the x87 unit, which is not used for computing here.
 //
-// NumPy's import leaves values in its registers, in the importing thread and in those that start from it. AMD's cores
-// then have eight registers fewer to rename, and AVX-512 kernels take 2 % longer (benchmarks/x87.py).
+// NumPy's import leaves values in its registers, in the importing thread and threads started from it. AMD cores then
+// have eight fewer registers for renaming, and AVX-512 kernels take 2 % longer (benchmarks/x87.py).
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ inline void rest_x87() noexcept {
 #if defined(__x86_64__) && defined(__GNUC__)
     constexpr uint32_t X87 = 1;
     constexpr uint16_t DEFAULT_CONTROL = 0x37f;
-    // Whether XGETBV tells which units are in use.
+    // Whether XGETBV reports the units in use.
     static const bool can_ask = [] {
         unsigned a, b, c, d;
         return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_OSXSAVE) && __get_cpuid_count(0xd, 1, &a, &b, &c, &d) && (a & 4);
@@ -28,9 +28,9 @@ inline void rest_x87() noexcept {
     uint16_t control;
     __asm__ volatile("xgetbv" : "=a"(in_use), "=d"(upper) : "c"(1));
     __asm__ volatile("fnstcw %0" : "=m"(control));
-    // A thread that has set another rounding keeps it. The unit's stack is empty between two calls.
+    // Keeps a thread's rounding mode. The unit's stack is empty between calls.
     if ((in_use & X87) && control == DEFAULT_CONTROL) {
-        // No part of this save area is marked as valid: XRSTOR resets each part that it is asked for.
+        // Nothing in this save area is marked valid, so XRSTOR resets each requested part.
         alignas(64) static const uint8_t nothing[512 + 64] = {};
         __asm__ volatile("xrstor %0" : : "m"(nothing), "a"(X87), "d"(0) : "memory");
     }

@@ -1,5 +1,5 @@
-// What changes a memory, by llama.cpp's own functions alone: a build with
-// PYKVCACHE_PLAIN has this file in the place of fast/. Slower, and the first to follow another llama.cpp.
+// Changes a memory with llama.cpp's own functions only. A build with PYKVCACHE_PLAIN has this file in
+// place of fast/: slower, but easier to move to another llama.cpp.
 #include <set>
 
 #include "copies.h"
@@ -15,8 +15,8 @@ namespace {
 llama_pos begin_of(llama_pos p0) { return p0 ? p0 : -1; }
 llama_pos end_of(llama_pos p1) { return p1 != POS_END ? p1 : -1; }
 
-// llama.cpp divides, too, but rotates K the wrong way: each position is shifted by itself, from the
-// lowest on, so that none is met twice.
+// llama.cpp's division rotates K the wrong way. Instead each position is shifted separately, lowest
+// first, so that none is shifted twice.
 void divide(const edit_key &, llama_kv_cache & cache, llama_seq_id seq, llama_pos p0, llama_pos p1, int d) {
     std::set<llama_pos> positions;
     const auto & held = held_cells(cache, seq);
@@ -61,11 +61,11 @@ int32_t divide_cells(edit_key key, memory * m, llama_seq_id seq, llama_pos p0, l
     });
 }
 
-// No function of llama.cpp moves cells.
+// llama.cpp has no function that moves cells.
 bool    can_compact(const memory *) { return false; }
 int64_t move_cells_down(edit_key, memory *, uint32_t) noexcept { return 0; }
 
-// llama.cpp's reader clears the sequence first: replace() takes a copy of what was there.
+// llama.cpp's reader clears the sequence first, so replace() copies the old contents.
 int32_t state_place(edit_key, memory *, bool, llama_seq_id, const std::vector<state_block> &,
                     const std::vector<state_piece> &, bool) noexcept {
     return 0;

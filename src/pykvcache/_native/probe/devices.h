@@ -1,4 +1,4 @@
-// Which devices ggml computes on.
+// ggml's compute devices.
 #pragma once
 
 #include <string>
@@ -37,7 +37,7 @@ inline int32_t device_list(std::vector<device_facts> & out) noexcept {
     });
 }
 
-// NULL if no device has this name.
+// Returns NULL if no device has this name.
 inline ggml_backend_dev_t device_named(const char * name) noexcept {
     return guarded<ggml_backend_dev_t>(nullptr, [&] { return ggml_backend_dev_by_name(name); });
 }

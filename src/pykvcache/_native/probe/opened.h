@@ -1,5 +1,5 @@
-// Private members of llama.cpp's classes by name: an explicit instantiation may name one. Another layout
-// of these classes does not compile, instead of going wrong.
+// Access to private members of llama.cpp's classes, which an explicit instantiation may name. If a class changes, this
+// fails to compile.
 #pragma once
 
 namespace pykv {

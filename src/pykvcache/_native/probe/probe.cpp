@@ -1,4 +1,4 @@
-// Which memory a context has, what it is made of, and applying what is pending.
+// Classifies a context's memory, and applies pending updates.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -22,7 +22,7 @@ namespace pykv {
 
 namespace opened {
 
-// An index has other sizes of heads than the model says.
+// An index has other head sizes than the model.
 PYKV_OPEN(dsa_index, llama_kv_cache_dsa, hparams_lid, llama_hparams llama_kv_cache_dsa::*)
 PYKV_OPEN(msa_index, llama_kv_cache_msa, hparams_idx, llama_hparams llama_kv_cache_msa::*)
 PYKV_OPEN(hybrid_index, llama_memory_hybrid_idx, hparams_idx, llama_hparams llama_memory_hybrid_idx::*)
@@ -40,14 +40,14 @@ bool rotates(const llama_kv_cache * cache, const llama_hparams & hparams) {
     return false;
 }
 
-// What ggml's RoPE multiplies keys of this layer by, beside rotating them.
+// Factor by which ggml's RoPE scales this layer's keys while rotating them.
 float key_scale(const llama_context * ctx, uint32_t il) {
     const auto & c = ctx->get_cparams();
     const float  s = ctx->get_model().get_rope_freq_scale(c, int(il));
     return c.yarn_attn_factor * (c.yarn_ext_factor != 0 ? 1 + 0.1f * std::log(1 / s) : 1);
 }
 
-// Whether the shift graph undoes the Hadamard matrix over just the dimensions that it rotates.
+// Whether the shift graph undoes the Hadamard matrix over exactly the dimensions that it rotates.
 no_shift quantized_shift(const llama_kv_cache * cache, const llama_hparams & hparams) {
     ggml_context_ptr ctx(ggml_init({2 * ggml_tensor_overhead(), nullptr, true}));
     const ggml_tensor * matrix = cache->build_input_k_rot(ctx.get());
@@ -83,7 +83,7 @@ no_shift find_no_shift(const llama_context * ctx, memory & m) {
         if (!cache->get_can_shift()) {
             return SHIFT_ARCH;
         }
-        // Without rotary embedding no K has to be turned, and llama.cpp skips the graph.
+        // Without rotary embedding no K needs rotating, and llama.cpp skips the graph.
         if (m.hparams->rope_type == LLAMA_ROPE_TYPE_NONE) {
             continue;
         }
@@ -129,7 +129,7 @@ std::string readable(const char * mangled) {
 #endif
 }
 
-// The cells that say what a sequence holds; indexes and compressed copies go along with them.
+// The cells that define a sequence; indexes and compressed copies follow them.
 void find_caches(memory & m) {
     const auto find_dsa = [&m](llama_kv_cache_dsa * dsa) {
         m.base = dsa->get_mla();
@@ -226,7 +226,7 @@ bool heads_divisible(const llama_model * model, ggml_type type, bool keys) {
     const bool known = type >= 0 && type < GGML_TYPE_COUNT;
     const auto block = known ? uint32_t(ggml_blck_size(type)) : 0;
     if (block == 0) {
-        return false;  // a removed type has no block
+        return false;  // removed types have no block size
     }
     for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
         if ((keys ? hparams.n_embd_head_k(il) : hparams.n_embd_head_v(il)) % block != 0) {
@@ -244,7 +244,7 @@ memory * memory_new(llama_context * ctx) noexcept {
         m->arch = llama_get_model(ctx)->arch;
         classify(*m);
         if (const ggml_tensor * table = llama_get_model(ctx)->pos_embd) {
-            // Not n_ctx_train: a context with YaRN changes it, for all contexts of the model.
+            // Not n_ctx_train, which a context with YaRN changes for all contexts of the model.
             m->max_position = llama_pos(std::min<int64_t>(m->max_position, table->ne[1] - 1));
         }
         m->max_position = std::min(m->max_position, MOST_POSITIONS - llama_pos(m->hparams->n_swa));
@@ -329,8 +329,8 @@ int32_t clear_cells(edit_key, memory * m, bool data) noexcept {
 
 int32_t flush(edit_key, llama_context * ctx, const memory * m) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {
-        ctx->sched_reserve();  // if the last one is not to be trusted
-        // The context is this binding's own: a factor that leaves lengths alone, for the shift only.
+        ctx->sched_reserve();  // only if the scheduler is not trusted
+        // Only during the shift: a factor that keeps the keys' lengths.
         struct only_turning {
             float & factor;
             float   before;
@@ -340,13 +340,13 @@ int32_t flush(edit_key, llama_context * ctx, const memory * m) noexcept {
         waiting_copies waiting(*m);
         try {
             if (ctx->memory_update(false)) {
-                llama_synchronize(ctx);  // devices compute on after the call; what is read next is not in their queue
+                llama_synchronize(ctx);  // devices may still compute, and later reads bypass their queue
             }
         } catch (...) {
             waiting.put_back();
             throw;
         }
-        // llama.cpp only logs a failed rotation, and would rotate again what it did rotate.
+        // llama.cpp only logs a failed rotation, and would rotate the finished part again.
         return int32_t((m->base && m->base->get_has_shift()) || (m->swa && m->swa->get_has_shift()));
     });
 }

@@ -1,8 +1,8 @@
-// Facts that llama.cpp keeps to itself: which memory this is, and which cells are really there.
+// Facts that llama.cpp does not expose: the kind of memory, and the cells that exist.
 //
 // probe_memory.h and probe_private.h are the only files that include llama.cpp's private headers.
-// Nothing here changes a memory: edit.h does. Every function expects the context's lock to be held and
-// ids and ranges to be valid.
+// Nothing here changes a memory; edit.h does. The caller holds the context's lock and has checked ids
+// and ranges.
 #pragma once
 
 #include <cstddef>
@@ -30,11 +30,11 @@ enum no_shift : int {
     SHIFT_ARCH,        // per-layer rotary sizes (step35), or a class without shifts
     SHIFT_NO_ROPE,     // a sub-cache in which no layer is rotated
     SHIFT_BF16,        // no kernel rotates bf16
-    SHIFT_QUANTIZED,   // quantised keys without a Hadamard matrix, which the shift graph reads anyway
-    SHIFT_PARTIAL,     // quantised keys of which a part is rotated, and the matrix mixes both
-    SHIFT_SCALED,      // YaRN with another length factor in each part
-    SHIFT_OTHERWISE,   // layers that shifts rotate by other settings than the graph, or though it does not
-    SHIFT_TABLE,       // a learned table of positions, which keys and values were computed from
+    SHIFT_QUANTIZED,   // quantised keys without a Hadamard matrix, which the shift graph would read anyway
+    SHIFT_PARTIAL,     // quantised keys that are rotated in part, and the matrix mixes both parts
+    SHIFT_SCALED,      // YaRN with different length factors in each part
+    SHIFT_OTHERWISE,   // layers that a shift rotates with other settings than the graph, or that the graph does not rotate
+    SHIFT_TABLE,       // a learned table of positions went into keys and values
 };
 
 enum shift_problem : int { SHIFT_FITS, SHIFT_NEGATIVE, SHIFT_OVERFLOW, SHIFT_COLLIDES };
@@ -42,7 +42,7 @@ enum shift_problem : int { SHIFT_FITS, SHIFT_NEGATIVE, SHIFT_OVERFLOW, SHIFT_COL
 struct model_facts {
     bool     learned_positions;  // a table of absolute positions: n_ctx_train is a hard limit
     bool     causal;
-    bool     has_classifier;     // what pooling_type "rank" reads its scores from
+    bool     has_classifier;     // needed by pooling_type "rank"
     int32_t  n_embd_out;
     int32_t  n_cls_out;
     uint64_t k_per_cell;         // K values per cell, summed over layers
@@ -50,7 +50,7 @@ struct model_facts {
     uint64_t state_values;       // of one recurrent state, summed over layers
 };
 
-// What llama.cpp made of the parameters it was given.
+// Effective parameters of a context.
 struct context_facts {
     bool    flash_attn;
     bool    kv_unified;
@@ -58,32 +58,32 @@ struct context_facts {
     int     pooling_type;
     int32_t n_threads;
     int32_t n_threads_batch;
-    bool    gives_logits;  // some graphs leave them out beside embeddings
-    bool    endless;       // RoPE of 0 dimensions, of which ggml's kernel makes an endless loop
-    const char * fault;    // what llama.cpp would read wrong of the graph's results, or ""
+    bool    gives_logits;  // some graphs omit them if they give embeddings
+    bool    endless;       // RoPE of 0 dimensions, an endless loop in ggml's kernel
+    const char * fault;    // why llama.cpp would misread the graph's results, or ""
 };
 
 struct memory_facts {
-    uint32_t n_cells;          // cells per stream of the attention part, states of a recurrent one
+    uint32_t n_cells;          // cells per stream of the attention part, or number of recurrent states
     uint32_t n_swa;
-    uint32_t max_rollback;     // tokens that a recurrent state can step back
+    uint32_t max_rollback;     // tokens that a recurrent state can be rolled back
     uint64_t bytes_total;
-    uint64_t bytes_per_token;  // of attention cells; a recurrent state costs the same for any length
+    uint64_t bytes_per_token;  // of attention cells; a recurrent state has a fixed size
 };
 
-// The index of sparse attention has a cell of its own for each of attention's: what is looked for among them.
+// PART_INDEX: the index of sparse attention, with one cell for each attention cell.
 enum memory_part : int { PART_ATTENTION, PART_WINDOW, PART_RECURRENT, PART_INDEX };
 
 model_facts look_at_model(const llama_model * model);
-// Whether every cached head size is a multiple of the block of this type.
+// Whether every cached head size is a multiple of this type's block size.
 bool heads_divisible(const llama_model * model, ggml_type type, bool keys);
 
-// Whether this build does without fast/: on llama.cpp's own functions, cells stay where they are.
+// Whether this build has no fast/: it uses llama.cpp's own functions and cannot move cells.
 bool is_plain();
 
 class memory;  // a classified llama_memory_t; dies with its context
 
-// ggml's names of what it lies in.
+// ggml's names of the memory's buffer types.
 std::vector<std::string> buffer_types(const memory * m);
 
 memory * memory_new(llama_context * ctx) noexcept;
@@ -92,88 +92,88 @@ void memory_delete(memory * m) noexcept;
 memory_kind  kind(const memory * m);
 const char * class_name(const memory * m);
 no_shift     why_no_shift(const memory * m);
-// The highest position that a token may have: of a learned table, of RoPE in float32, or of an int32.
+// Highest position of a token: limited by a learned table, by RoPE in float32, or by int32.
 llama_pos    max_position(const memory * m);
-// Whether positions index the cells, so that they begin at 0 and end with the context.
+// Whether positions index the cells, so that they start at 0 and end with the context.
 bool         bounded(const memory * m);
-// Whether attention goes to blocks of neighbouring cells that belong to the same sequences.
+// Whether attention picks blocks of neighbouring cells that belong to the same sequences.
 bool         picks_blocks(const memory * m);
-// Whether graphs attend to all cells where flash attention is off, or sequences share a stream.
+// Whether graphs attend to all cells if flash attention is off or sequences share a stream.
 bool         may_be_dense(const memory * m) noexcept;
-// Whether it is known here how a state of it is laid out.
+// Whether the layout of its states is known here.
 bool         has_layout(const memory * m) noexcept;
-// Whether sequences go as wholes alone: folded into a state, or into copies that cannot be cut.
+// Whether sequences can be changed only as a whole: their tokens are folded into a state or compressed copies.
 bool         whole_only(const memory * m);
-// Whether a state has parts that no block holds (state_parts): they cannot be rewound.
+// Whether a state has parts that are not in blocks (state_parts), which cannot be rewound.
 bool         has_rest(const memory * m) noexcept;
-// Whether a part of the layers keeps a sliding window of cells only.
+// Whether some layers keep only a sliding window of cells.
 bool         windowed(const memory * m);
 uint32_t     n_stream(const memory * m);
 context_facts look_at_context(const llama_context * ctx, const memory * m);
 memory_facts look_at_memory(const memory * m);
 
-// Visit used cells in order: start with stream = cell = 0, go on until false. `members`
+// Visit used cells in order: start with stream = cell = 0, call until false. `members`
 // has room for n_seq_max flags.
 bool next_cell(const memory * m, memory_part part, uint32_t n_seq_max, uint32_t & stream, uint32_t & cell,
                llama_pos & pos, uint8_t * members);
 uint32_t n_used(const memory * m, memory_part part);
-// Cells of attention up to the highest used one, in the stream where that is highest.
+// Number of attention cells up to the highest used one, maximum over streams.
 uint32_t n_spanned(const memory * m);
-// Cells that a decode into this sequence may still take; -1 where a sequence does not consist of cells.
+// Free cells for a decode into this sequence; -1 if sequences do not consist of cells.
 int64_t  n_free(const memory * m, llama_seq_id seq);
 
-// Lowest and highest position that the sequence holds; false when it holds nothing.
+// Lowest and highest position of the sequence; false if empty.
 bool extent(const memory * m, llama_seq_id seq, llama_pos & lo, llama_pos & hi);
-// Whether every cache of the memory could have its cells moved: their order has to mean nothing.
+// Whether cells can be moved in all caches of the memory, because their order has no meaning.
 bool can_compact(const memory * m);
-// What removing [p0, p1) of a sequence means.
+// What a removal of [p0, p1) amounts to.
 enum removal {
-    REMOVE_NOTHING,  // nothing is there
-    REMOVE_EMPTY,    // all of it, and it has no cell
-    REMOVE_WHOLE,    // all of it
-    REMOVE_PART,     // a part that can go
-    REMOVE_STEPS,    // the end of it, by an earlier state of the recurrent part
-    REMOVE_REFUSED,  // a part that cannot: what queries from the end see is not all there, or `whole_only`
+    REMOVE_NOTHING,  // the range is empty
+    REMOVE_EMPTY,    // the whole sequence, which has no cells
+    REMOVE_WHOLE,    // the whole sequence
+    REMOVE_PART,     // a part that can be removed
+    REMOVE_STEPS,    // its end, by rolling back the recurrent state
+    REMOVE_REFUSED,  // a part that cannot be removed: cells that the next token sees are missing, or `whole_only`
 };
 removal removal_of(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, bool whole_only);
-// Lowest position from which every part of the memory still holds the sequence, or -1.
+// Lowest position from which every part of the memory holds the sequence, or -1.
 llama_pos first_kept(const memory * m, llama_seq_id seq);
-// Where the recurrent state of a sequence is, or -1.
+// Cell of the sequence's recurrent state, or -1.
 int32_t state_cell(const memory * m, llama_seq_id seq);
-// Lowest position of what the sequence consists of, a recurrent state included; 0 where it holds nothing.
+// First position of the sequence, recurrent state included; 0 if empty.
 llama_pos first_of(const memory * m, llama_seq_id seq);
-// Whether the sequence holds anything in [p0, p1).
+// Whether the sequence has any position in [p0, p1).
 bool holds(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1);
-// Number of cells that the sequence holds.
+// Number of cells of the sequence.
 size_t n_held(const memory * m, llama_seq_id seq);
-// Highest held position below p, or -1.
+// Highest position below p, or -1.
 llama_pos last_before(const memory * m, llama_seq_id seq, llama_pos p);
 // First position that a query at `next` sees.
 llama_pos window_start(const memory * m, llama_pos next) noexcept;
-// The fewest tokens that a sequence can be cut to whose window cells begin at `first`.
+// Fewest tokens to which a sequence can be truncated if its window cells begin at `first`.
 llama_pos least_cut(const memory * m, llama_pos first) noexcept;
-// The position from which on the window cache holds every cell of the sequence, up to its end.
+// First position from which the window cache holds all cells of the sequence.
 llama_pos window_begin(const memory * m, llama_seq_id seq);
-// Where the window cells of a sequence begin with which it can be cut by up to a window; later, where they are not all
-// there. The largest position where nothing can be cut so: without a window, or with a recurrent state.
+// First window cell that a truncation by up to one window needs, or later if such cells are missing. The largest
+// position if that does not apply: no window, or a recurrent state.
 llama_pos spare_begin(const memory * m, llama_seq_id seq);
-// The first position that queries see from up to a window before the one after `last`.
+// First position seen after a rewind from `last` by up to one window.
 llama_pos cut_begin(const memory * m, llama_pos last) noexcept;
-// Whether the window cache still has every cell that a query at `next` would see.
+// Whether the window cache has every cell that a query at `next` sees.
 bool window_intact(const memory * m, llama_seq_id seq, llama_pos next);
 // Whether the window cache has dropped any cell of the sequence.
 bool window_dropped(const memory * m, llama_seq_id seq);
 // Whether another sequence shares a cell of this one in [p0, p1).
 bool shared(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1);
-// Whether both sequences hold the very same cells.
+// Whether both sequences hold the same cells.
 bool same_cells(const memory * m, llama_seq_id a, llama_seq_id b);
 
 shift_problem add_check(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int64_t delta, llama_pos & where);
 shift_problem div_check(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int d, llama_pos & where);
 
-// Let the next decode, encode or update make a new scheduler: what failed may have left this one half done.
+// Let the next decode, encode or update create a new scheduler, because a failed call may have left this one unusable.
 void distrust_scheduler(llama_context * ctx) noexcept;
-// A server of ggml's RPC forgets its last graph when any buffer is freed: it is not asked to run it again.
+// Disable graph reuse: an RPC server forgets its last graph when any buffer is freed.
 void build_each_graph(llama_context * ctx) noexcept;
 
 }  // namespace pykv

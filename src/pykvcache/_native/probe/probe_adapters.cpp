@@ -1,4 +1,4 @@
-// Loading adapters, and what of them llama.cpp does not check.
+// Loads adapters, with the checks that llama.cpp omits.
 #include <cmath>
 #include <cstdlib>
 #include <memory>
@@ -17,7 +17,7 @@ bool can_multiply(const ggml_tensor * t) {
     return t->type == GGML_TYPE_F32 || (ggml_get_type_traits(t->type)->to_float && ggml_get_type_traits(t->type)->from_float_ref);
 }
 
-// llama.cpp compares two dimensions with the model's, and would find out the rest while it computes.
+// llama.cpp checks only two dimensions; other mismatches would show while computing.
 std::string problem_of(const llama_adapter_lora & adapter) {
     if (!std::isfinite(adapter.alpha)) {
         return "adapter.lora.alpha is not finite";
@@ -31,7 +31,7 @@ std::string problem_of(const llama_adapter_lora & adapter) {
                 return "tensor '" + name + "' has a type that weights cannot have";
             }
         }
-        // Of the embeddings of tokens a row of A is looked up.
+        // For token embeddings, rows of A are looked up.
         const bool    is_lookup = name == "token_embd.weight";
         const int64_t rank = is_lookup ? pair.a->ne[0] : pair.a->ne[1];
         if (rank < 1 || rank != pair.b->ne[0] || pair.a->ne[2] != pair.b->ne[2] || pair.a->ne[3] != pair.b->ne[3]) {

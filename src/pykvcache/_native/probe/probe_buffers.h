@@ -1,5 +1,5 @@
-// How many bytes a context takes, by type of buffer, and the devices of a model: what llama.cpp gives
-// through C++ functions alone.
+// Bytes of a context by buffer type, and the devices of a model, which llama.cpp exposes only through
+// C++ functions.
 #pragma once
 
 #include <map>
@@ -19,7 +19,7 @@ struct buffer_bytes {
 
 inline int32_t memory_breakdown(const llama_context * ctx, std::vector<buffer_bytes> & out) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {
-        std::map<std::string, buffer_bytes> found;  // two types may have one name
+        std::map<std::string, buffer_bytes> found;  // summed: two types may share a name
         for (const auto & [type, bytes] : llama_get_memory_breakdown(ctx)) {
             buffer_bytes & one = found[ggml_backend_buft_name(type)];
             one.model += bytes.model;
@@ -42,7 +42,7 @@ inline std::vector<ggml_backend_dev_t> model_devices(const llama_model * model) 
     return devices;
 }
 
-// The devices that a model was loaded to.
+// The devices of a model.
 inline std::vector<std::string> devices_of(const llama_model * model) {
     std::vector<std::string> names;
     for (int i = 0; i < llama_model_n_devices(model); ++i) {

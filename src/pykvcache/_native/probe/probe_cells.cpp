@@ -1,4 +1,4 @@
-// Questions about the cells that are really there.
+// Queries about existing cells.
 #include <algorithm>
 
 #include "probe_memory.h"
@@ -13,7 +13,7 @@ const cell_set & cells_of(const llama_kv_cache * cache, llama_seq_id seq) {
     return held_cells(*cache, seq);
 }
 
-// The state that holds a recurrent sequence: one cell, or none.
+// The cell of a sequence's recurrent state, if any.
 const llama_memory_recurrent::mem_cell * tail_of(const memory * m, llama_seq_id seq) {
     const auto & cells = m->recurrent->cells;
     if (size_t(seq) >= cells.size() || cells[seq].tail < 0) {
@@ -80,7 +80,7 @@ llama_pos window_begin(const memory * m, llama_seq_id seq) {
     for (; a != held.rend() && b != kept.rend() && a->first == b->first; ++a, ++b) {
         begin = a->first;
     }
-    // Of several cells at one position a part may be left.
+    // Some of several cells at one position may be missing.
     return a != held.rend() && a->first == begin ? begin + 1 : begin;
 }
 
@@ -102,7 +102,7 @@ uint32_t n_used(const memory * m, memory_part part) {
     }
     const llama_kv_cache * cache = cache_of(m, part);
     uint32_t used = 0;
-    // A stream is reached through a sequence of its own.
+    // A stream is accessed through one of its sequences.
     for (uint32_t s = 0; cache && s < cache->get_n_stream(); ++s) {
         used += cache->get_cells(llama_seq_id(s)).get_used();
     }
@@ -188,7 +188,7 @@ removal removal_of(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p
         if (p0 != 0 || p1 != POS_END) {
             return REMOVE_NOTHING;
         }
-        // A sequence that only the window or the recurrent part knows is cured by removing it.
+        // A sequence that exists only in the window or recurrent part is repaired by removing it.
         const bool cells_only = m->base && !m->recurrent && m->kind != MEMORY_OTHER;
         return cells_only && (!m->swa || cells_of(m->swa, seq).empty()) ? REMOVE_EMPTY : REMOVE_WHOLE;
     }
@@ -204,7 +204,7 @@ removal removal_of(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p
     if (!m->swa) {
         return REMOVE_PART;
     }
-    // Queries come from the end: what they see must not have been dropped by the window.
+    // The next token must find all window cells that it sees.
     const llama_pos keep = p1 <= hi ? hi + 1 : last_before(m, seq, p0) + 1;
     return window_intact(m, seq, keep) ? REMOVE_PART : REMOVE_REFUSED;
 }
@@ -215,7 +215,7 @@ llama_pos first_kept(const memory * m, llama_seq_id seq) {
         return -1;
     }
     if (m->recurrent) {
-        return hi;  // a state can be gone on from, and nothing else
+        return hi;  // a state can only be continued
     }
     if (m->swa) {
         const auto & kept = cells_of(m->swa, seq);

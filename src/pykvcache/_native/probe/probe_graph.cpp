@@ -1,4 +1,4 @@
-// What llama.cpp or ggml would get wrong of an architecture's graph: asked of the graph itself.
+// Finds in a model's graph what llama.cpp or ggml would compute or read wrong.
 #include <algorithm>
 #include <cstring>
 
@@ -9,14 +9,14 @@ namespace pykv {
 
 namespace {
 
-// llama.cpp copies the first rows of the logits, as many as there are outputs: a graph has to pick those.
+// llama.cpp copies the first n_outputs rows of the logits, so the graph must select the output rows.
 bool picks_outputs(const llm_graph_result & result) {
     return !result.get_logits() || std::any_of(result.inputs.begin(), result.inputs.end(), [](const auto & input) {
         return dynamic_cast<const llm_graph_input_out_ids *>(input.get()) != nullptr;
     });
 }
 
-// ggml's AMX code takes one matrix of weights and one of activations, whose rows follow each other.
+// ggml's AMX code supports one matrix of weights and one contiguous matrix of activations.
 bool suits_amx(const ggml_tensor * t) {
     if (t->op != GGML_OP_MUL_MAT || !t->src[0]->buffer ||
         std::strcmp(ggml_backend_buffer_name(t->src[0]->buffer), "AMX") != 0) {
@@ -36,7 +36,7 @@ std::string graph_fault(const llm_graph_result & result, const llama_context * c
     if (!picks_outputs(result)) {
         return "the graph of this architecture gives logits of all tokens: llama.cpp would return those of others";
     }
-    // llama.cpp copies rows of the model's width, whatever the graph gives.
+    // llama.cpp copies rows of the model's width, whatever the graph's width is.
     const auto &        params = ctx->get_cparams();
     const auto &        hparams = ctx->get_model().hparams;
     const ggml_tensor * given = result.get_embd_pooled() ? result.get_embd_pooled() : result.get_embd();

@@ -1,4 +1,4 @@
-// The live tensors of a memory, as llama.cpp lays them out.
+// The live tensors of a memory, in llama.cpp's layout.
 #include "ggml-backend.h"
 #include "ggml-cpu.h"
 #include "ggml-cpp.h"
@@ -11,7 +11,7 @@ namespace pykv {
 
 namespace {
 
-// A place for the descriptors of views; no data.
+// Holds descriptors of views, no data.
 class scratch {
   public:
     ggml_context * get() const { return ctx.get(); }
@@ -28,7 +28,7 @@ const ggml_tensor * stream_tensor(ggml_context * ctx, const llama_kv_cache * cac
     where.s0 = where.s1 = stream_of(*cache, seq);
     ggml_tensor * t = which == 0 ? cache->get_k(ctx, int32_t(il), cache->get_size(), where)
                                  : cache->get_v(ctx, int32_t(il), cache->get_size(), where);
-    // A view that no graph has placed has no buffer of its own, and some backends ask for that one.
+    // A view outside a graph has no buffer, which some backends require.
     t->buffer = t->view_src ? t->view_src->buffer : t->buffer;
     return t;
 }
@@ -102,7 +102,7 @@ std::vector<uint32_t> part_layers(const memory * m, memory_part part) {
 std::vector<live_cell> part_cells(const memory * m, memory_part part, llama_seq_id seq) {
     std::vector<live_cell> result;
     if (part == PART_RECURRENT) {
-        // As in llama_memory_recurrent::state_write: a copy that was not carried out yet has a source.
+        // As in llama_memory_recurrent::state_write: a pending copy refers to its source.
         for (uint32_t i = 0; m->recurrent && i < m->recurrent->size; ++i) {
             const auto & cell = m->recurrent->cells[i];
             if (cell.has_seq_id(seq)) {
@@ -119,7 +119,7 @@ std::vector<live_cell> part_cells(const memory * m, memory_part part, llama_seq_
     const auto & cells = cache->get_cells(seq);
     const llama_pos last = cells.seq_pos_max(seq);
     for (const auto & [pos, cell] : held_cells(cells, seq)) {
-        // Cells that the window has passed do not belong to the sequence any more, even if they are still there.
+        // Cells outside the window do not count, even if they still exist.
         if (part == PART_WINDOW && llama_hparams::is_masked_swa(m->hparams->n_swa, m->hparams->swa_type, pos, last)) {
             continue;
         }
@@ -199,7 +199,7 @@ void move_rows(const edit_key & key, const memory * m, memory_part part, uint32_
     const bool transposed = is_transposed(t, which);
     const size_t stride = transposed ? t->nb[0] : t->nb[2];
     const int64_t n_head = transposed ? t->ne[1] : 1, n_value = transposed ? t->ne[2] : 1;
-    // Neighbours that stay neighbours, from which move on and how many.
+    // Runs of moves between contiguous cells: first move and length.
     std::vector<std::pair<size_t, size_t>> runs;
     for (size_t i = 0; i < moves.size(); ++i) {
         if (i > 0 && moves[i].from == moves[i - 1].from + 1 && moves[i].to == moves[i - 1].to + 1) {
@@ -262,7 +262,7 @@ bool dequantize(ggml_type type, const void * src, float * dst, int64_t n) noexce
 bool quantize(ggml_type type, const float * src, void * dst, int64_t n) noexcept {
     return guarded<bool>(false, [&] {
         ggml_cpu_init();  // tables, once
-        // What ggml_set_rows uses when K and V are stored.
+        // The conversion that ggml_set_rows uses to store K and V.
         const auto convert = ggml_get_type_traits_cpu(type)->from_float;
         if (convert) {
             convert(src, dst, n);

@@ -1,4 +1,4 @@
-// The classified memory behind probe.h; the one header that reads llama.cpp's private ones.
+// The classified memory behind probe.h. With probe_private.h the only header that includes llama.cpp's private ones.
 #pragma once
 
 #include <limits>
@@ -27,29 +27,29 @@
 
 namespace pykv {
 
-// llama.cpp's mask adds 32, and the window, to a position, in int32.
+// llama.cpp's mask adds 32 and the window to a position, in int32.
 constexpr llama_pos MOST_POSITIONS = std::numeric_limits<llama_pos>::max() - 32;
 
-// Where llama.cpp keeps the states that a sequence had before its last `n` tokens: in the planes of one cell, the state
-// of one token ago in the plane after `plane`.
+// Where llama.cpp keeps a sequence's last `n` earlier states: in planes of one cell, the newest of them in the plane
+// after `plane`.
 struct earlier_states {
     int32_t  cell = -1;
     uint32_t plane = 0, n = 0;
 };
 
-// A memory is at most one attention cache, an index of its cells, a window cache beside it, and a recurrent part.
+// A memory has at most one attention cache, an index of its cells, a window cache, and a recurrent part.
 class memory {
   public:
     memory_kind               kind = MEMORY_NONE;
     std::string               name = "none";
     no_shift                  shift = SHIFT_OK;
-    float                     key_scale = 1;  // what RoPE multiplies the length of keys by
+    float                     key_scale = 1;  // factor by which RoPE scales keys
     bool                      bounded = false;
     bool                      keys_only = false;  // V is read from the K of the same cell
     llama_memory_i *          mem = nullptr;
     llama_kv_cache *          base = nullptr;
     llama_kv_cache *          swa = nullptr;
-    llama_kv_cache *          index = nullptr;  // of sparse attention: cell by cell beside base
+    llama_kv_cache *          index = nullptr;  // of sparse attention: one cell per cell of base
     const llama_hparams *     index_hparams = nullptr;
     bool                      has_layout = true;
     llama_memory_recurrent *  recurrent = nullptr;
@@ -59,7 +59,7 @@ class memory {
     std::map<memory_part, hadamard_facts> turned;
     bool                      gives_logits = false;
     bool                      endless = false;
-    std::string               fault;  // what llama.cpp would read wrong of the graph
+    std::string               fault;  // why llama.cpp would misread the graph's results
     llama_pos                 max_position = MOST_POSITIONS;
     std::vector<llama_pos>    first = std::vector<llama_pos>(LLAMA_MAX_SEQ, 0);
     std::vector<earlier_states> earlier = std::vector<earlier_states>(LLAMA_MAX_SEQ);
@@ -72,11 +72,11 @@ inline const llama_hparams & hparams_of(const memory * m, memory_part part) {
     return part == PART_INDEX ? *m->index_hparams : *m->hparams;
 }
 
-// Build the model's graph and fill in what only it tells: ropes, turned, gives_logits, endless, fault, max_position.
+// Build the model's graph and derive from it: ropes, turned, gives_logits, endless, fault, max_position.
 void read_graph(const llama_context * ctx, memory & m);
-// What llama.cpp would read wrong of a graph's results; empty if nothing (probe_graph.cpp).
+// Why llama.cpp would misread a graph's results, or "" (probe_graph.cpp).
 std::string graph_fault(const llm_graph_result & result, const llama_context * ctx);
-// The highest position whose angles are right in float32 (probe_positions.cpp).
+// Highest position with correct angles in float32 (probe_positions.cpp).
 llama_pos last_position(const key_rope & rope);
 // Whether a shift rotates the keys of a layer as the graph did.
 bool shift_is_like_graph(const llama_context * ctx, const memory & m, uint32_t il);

@@ -1,5 +1,5 @@
-// What is read of a cache's cells, however this llama.cpp lets one read it: an older one than the pinned
-// keeps to itself what the pinned one shows. CMake says which names there are (cmake/Pin.cmake).
+// Accessors of a cache's cells that differ between versions of llama.cpp: in older ones some are private.
+// CMake detects them (cmake/Pin.cmake).
 #pragma once
 
 #include <set>

@@ -1,13 +1,13 @@
-// Up to which position a model's graph rotates keys and queries as it means to.
+// The highest position at which a model's graph rotates keys and queries correctly.
 //
 // ggml computes the angle of pair i at position p in float32: p, multiplied i times by the same
-// step, divided by a factor, scaled and mixed where there are such. Each of these n_i operations
-// rounds, by 2^-24 of its result at most, and differently at each position. So the angle is off by
-// up to p * f_i * n_i * 2^-24, where f_i is what the pair turns by per position; what the step itself
-// was rounded to is the same everywhere and takes no part. A key or query with its length spread
-// over the pairs is then off by up to p * g * 2^-24 of its length, where g is the quadratic mean of
-// f_i * n_i. Where that is TOLERANCE, positions end; and at 2^24 in any case, past which float32
-// does not tell positions apart. docs/positions.md has the figures.
+// step, then divided by a factor, scaled and mixed where the model does so. Each of these n_i
+// operations rounds by at most 2^-24 of its result, differently at each position. So the angle is
+// off by up to p * f_i * n_i * 2^-24, where f_i is the pair's rotation per position. (The rounding of
+// the step itself is the same at all positions and does not count.) A key or query whose length is
+// spread over the pairs is then off by up to p * g * 2^-24 of its length, where g is the quadratic
+// mean of f_i * n_i. Positions end where that reaches TOLERANCE, and at 2^24 in any case, because
+// float32 cannot tell higher positions apart. docs/positions.md has the figures.
 #include <algorithm>
 #include <cmath>
 
@@ -21,7 +21,7 @@ constexpr double ROUNDING = 0x1p-24;
 constexpr double TOLERANCE = 0x1p-5;
 constexpr double WHOLE_NUMBERS = 0x1p24;
 
-// Quadratic mean over the pairs of radians per position, times the operations that round them.
+// Quadratic mean over the pairs of radians per position times rounding operations.
 double growth(const rope_facts & f, const std::vector<float> & factors) {
     const int    pairs = f.n_rot / 2;
     const double step = std::pow(double(f.freq_base), -2.0 / f.n_rot);
@@ -51,8 +51,8 @@ double growth(const rope_facts & f, const std::vector<float> & factors) {
 llama_pos last_position(const key_rope & rope) {
     const bool   readable = rope.factors && rope.factors->buffer;
     const double g = growth(rope.facts, readable ? rope_factors(rope) : std::vector<float>{});
-    const double last = TOLERANCE / (ROUNDING * g);  // g of one pair alone is 0: it is never rounded
-    // Settings that make no angle at all leave position 0.
+    const double last = TOLERANCE / (ROUNDING * g);  // g is 0 for a single pair, which is never rounded
+    // Settings without a valid angle leave position 0.
     return std::isnan(last) ? 0 : llama_pos(std::min(last, WHOLE_NUMBERS));
 }
 

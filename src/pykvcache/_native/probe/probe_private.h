@@ -1,4 +1,4 @@
-// What llama.cpp's context keeps to itself, and the sets of positions that its caches show.
+// Private members of llama.cpp's context, and its caches' sets of positions.
 #pragma once
 
 #include <limits>

@@ -1,5 +1,5 @@
-// How the model's own graph rotates the keys that it stores, which no table of llama.cpp's tells:
-// several architectures leave out layers, or use other settings than those that shifts use.
+// Reads from the model's graph how it rotates stored keys. llama.cpp has no table of it: several
+// architectures skip layers, or use other settings than shifts do.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -17,21 +17,20 @@ namespace pykv {
 
 namespace {
 
-// The graph of a full batch. The one that the context reserved will not do: its scheduler has put
-// copies in the place of sources that another device computes, and of what they were made it does
-// not tell.
+// The graph of a full batch. Not the context's reserved graph: its scheduler has replaced sources
+// from other devices by copies, which do not refer to their origin.
 class unsplit_graph {
   public:
     explicit unsplit_graph(const llama_context * ctx)
         : unsplit_graph(ctx, ctx->get_cparams().n_rs_seq, 1) {}
 
-    // With so many earlier states, and so many tokens of each sequence at least.
+    // With this many earlier states and at least this many tokens per sequence.
     unsplit_graph(const llama_context * ctx, uint32_t n_kept, uint32_t least)
         : parts(ctx->get_memory() ? ctx->get_memory()->init_full() : nullptr),
           result(ctx->get_gf_res_reserve()->get_max_nodes()) {
         const llama_hparams & h = ctx->get_model().hparams;
         const llama_cparams & c = ctx->get_cparams();
-        // The size that the context reserves.
+        // The context's reserved size.
         const uint32_t     n_seqs = c.n_seq_max;
         const uint32_t     per_seq = std::max(least, (std::min(c.n_ctx, c.n_ubatch) + n_seqs - 1) / n_seqs);
         llama_batch_allocr batch(h.n_pos_per_embd());
@@ -43,7 +42,7 @@ class unsplit_graph {
         llm_graph_params params =
             (ctx->*member(opened::graph_params()))(&result, ubatch, parts.get(), LLM_GRAPH_TYPE_DEFAULT);
         params.n_outputs = std::min(std::min(c.n_ctx, c.n_ubatch), c.n_outputs_max);
-        // Both only choose a device for each node, and ask the scheduler for it.
+        // Both only assign devices to nodes through the scheduler.
         params.cb = nullptr;
         params.cparams.offload_kqv = true;
         params.cparams.n_rs_seq = n_kept;
@@ -60,24 +59,24 @@ class unsplit_graph {
     llm_graph_result         result;
 };
 
-// One way from the stored keys back to where they were computed.
+// One path from the stored keys back to their computation.
 struct path {
-    bool scaled = false;  // values were multiplied one by one after the point that is looked at
-    bool joined = false;  // a part of each head comes from elsewhere
+    bool scaled = false;  // later nodes multiply values elementwise
+    bool joined = false;  // concatenated from parts of each head
 };
 
-// How the keys that a node stores were made.
+// How a node's stored keys were computed.
 struct origin {
     key_rope rope;
-    int      turns = 0;      // rotations
-    bool     other = false;  // something that is not understood, which may have rotated them too
+    int      turns = 0;      // number of rotations
+    bool     other = false;  // an unknown operation, which may also rotate
 };
 
 bool is_hadamard(const ggml_tensor * t) {
     return t->op == GGML_OP_MUL_MAT && t->op_params[1] == GGML_HINT_SRC0_IS_HADAMARD;
 }
 
-// Whether this is the model's own: not computed, nor a copy of something that was.
+// Whether this is a tensor of the model: neither computed nor a copy.
 bool is_weight(const ggml_tensor * t) {
     while (t->op == GGML_OP_VIEW || t->op == GGML_OP_RESHAPE || t->op == GGML_OP_PERMUTE || t->op == GGML_OP_TRANSPOSE) {
         t = t->src[0];
@@ -102,8 +101,8 @@ key_rope read_op(const ggml_tensor * t) {
     return found;
 }
 
-// Every way back from stored keys ends at a rotation, or at a product with the model's weights; at
-// what else it ends, or what else it passes, may have rotated them.
+// Every path back from stored keys ends at a rotation or at a product with the model's weights. Any
+// other end, or any unknown node on the way, may have rotated them.
 void search(const ggml_tensor * t, path way, origin & found) {
     while (true) {
         switch (t->op) {
@@ -168,7 +167,7 @@ bool same_rotation(const key_rope & graph, const rope_facts & shift, const ggml_
            (!yarn || (f.n_ctx_orig == shift.n_ctx_orig && f.beta_fast == shift.beta_fast && f.beta_slow == shift.beta_slow));
 }
 
-// What the settings of model and context say, by which shifts rotate.
+// The settings of model and context, which shifts use.
 key_rope configured_rope(const llama_context * ctx, uint32_t il) {
     const auto & c = ctx->get_cparams();
     const auto & model = ctx->get_model();
@@ -188,7 +187,7 @@ key_rope configured_rope(const llama_context * ctx, uint32_t il) {
     return rope;
 }
 
-// How the nodes that store the keys of a layer say that they are rotated.
+// The rotation according to the nodes that store a layer's keys.
 key_rope rope_of(ggml_cgraph * nodes, const llama_context * ctx, const ggml_tensor * k, uint32_t il) {
     const llama_hparams & h = ctx->get_model().hparams;
     origin found;
@@ -203,11 +202,11 @@ key_rope rope_of(ggml_cgraph * nodes, const llama_context * ctx, const ggml_tens
     key_rope & rope = found.rope;
     const bool known = stores == 1 && found.turns < 2 && !found.other;
     if (!known && found.turns == 0) {
-        return configured_rope(ctx, il);  // the same model with the same settings rotates alike
+        return configured_rope(ctx, il);  // equal models with equal settings rotate alike
     }
     rope.known = known;
     if (found.turns == 1 && rope.joined) {
-        // The rotated part comes after the other one where llama.cpp knows of it.
+        // If llama.cpp knows the offset, the rotated part comes last.
         rope.known = rope.known && h.n_lora_kv > 0;
         rope.facts.offset = int32_t(h.n_embd_head_k(il)) - rope.facts.n_rot;
     }
@@ -222,7 +221,7 @@ void read_ropes(ggml_cgraph * nodes, const llama_context * ctx, memory & m) {
     }
 }
 
-// The edge of the matrix that what is stored in a tensor was multiplied by last; 0: by none.
+// Size of the Hadamard matrix applied last before storing to a tensor; 0 for none.
 int32_t edge_of(ggml_cgraph * nodes, const ggml_tensor * stored) {
     for (int i = 0; i < ggml_graph_n_nodes(nodes); ++i) {
         const ggml_tensor * t = ggml_graph_node(nodes, i);
@@ -233,7 +232,7 @@ int32_t edge_of(ggml_cgraph * nodes, const ggml_tensor * stored) {
             t = t->src[0];
         } while (t->op == GGML_OP_VIEW || t->op == GGML_OP_RESHAPE || t->op == GGML_OP_PERMUTE ||
                  t->op == GGML_OP_TRANSPOSE || t->op == GGML_OP_CONT);
-        // Some graphs do it without the hint; no other input is a matrix to multiply by.
+        // Some graphs omit the hint; no other input is a matrix.
         return t->op == GGML_OP_MUL_MAT && (t->src[0]->flags & GGML_TENSOR_FLAG_INPUT) ? int32_t(t->src[0]->ne[0]) : 0;
     }
     return 0;
@@ -251,7 +250,7 @@ void read_turned(ggml_cgraph * nodes, memory & m) {
     }
 }
 
-// What a scheduler does to a graph whose stores run on another device than what they store.
+// Imitates a scheduler: replaces the sources of stores by copies, as between devices.
 class copied_sources {
   public:
     explicit copied_sources(ggml_cgraph * nodes)
@@ -283,7 +282,7 @@ void read_graph(const llama_context * ctx, memory & m) {
     m.fault = graph_fault(graph.built(), ctx);
     for (int i = 0; i < ggml_graph_n_nodes(graph.nodes()); ++i) {
         const ggml_tensor * t = ggml_graph_node(graph.nodes(), i);
-        // ggml's kernel steps back and forth for ever then.
+        // Endless loop in ggml's kernel.
         m.endless = m.endless || (t->op == GGML_OP_ROPE && read_op(t).facts.n_rot == 0);
         if (t->op == GGML_OP_ROPE && !m.endless) {
             m.max_position = std::min(m.max_position, last_position(read_op(t)));
@@ -294,7 +293,7 @@ void read_graph(const llama_context * ctx, memory & m) {
 }
 
 uint32_t most_kept(const llama_context * ctx, uint32_t asked) {
-    // A step of one sequence has more of its tokens than the reserved one of all of them, and writes more states.
+    // A step of one sequence has more tokens of it than the reserved graph, and writes more states.
     const auto fits = [&](uint32_t n) {
         const assertions_throw scope;
         try {

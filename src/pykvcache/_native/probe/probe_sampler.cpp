@@ -1,5 +1,5 @@
-// Samplers made and copied as a whole. llama.cpp's own parser of grammars is run rule by rule, since
-// its `parse` prints what is wrong to stderr and keeps nothing.
+// Creates and copies samplers. Runs llama.cpp's grammar parser rule by rule, because its `parse`
+// prints errors to stderr without returning them.
 #include "probe_sampler.h"
 
 #include <memory>
@@ -26,7 +26,7 @@ const char * skip_space(const char * pos) {
     return pos;
 }
 
-// Most of the parser's messages end with " at " and all that is left of the text.
+// Most of the parser's messages end with " at " and the remaining text.
 void locate(const std::string & text, grammar_fault & fault) {
     if (fault.why == "unexpected end of input") {
         fault.at = static_cast<int64_t>(text.size());
@@ -43,7 +43,7 @@ void locate(const std::string & text, grammar_fault & fault) {
     }
 }
 
-// Where each rule of the text begins, with the number of names that were known after it.
+// Start of each rule in the text, with the number of names known after it.
 using rule_places = std::vector<std::pair<int64_t, size_t>>;
 
 void find_undefined(const llama_grammar_parser & parser, const std::string & text, const rule_places & places,
@@ -64,7 +64,7 @@ void find_undefined(const llama_grammar_parser & parser, const std::string & tex
     }
 }
 
-// llama.cpp's sampler of lazy grammars keeps all text before the trigger, and searches it anew after each token.
+// Bounds lazy grammars: llama.cpp keeps all text before the trigger and searches it again after each token.
 struct chat_grammar {
     static constexpr size_t TEXT_MAX = 1024;
     static constexpr size_t TEXT_KEPT = 256;  // longer than any trigger
@@ -104,7 +104,7 @@ struct chat_grammar {
         if (first == tokens.end()) {
             return;
         }
-        // Something in place of the beginning, which a pattern with ^ does not match any more.
+        // A placeholder for the dropped beginning, so that a pattern with ^ does not match.
         const size_t gone = first->second.first - 1;
         waiting.erase(0, gone);
         waiting[0] = '\x01';
@@ -202,7 +202,7 @@ int32_t grammar_rule_name(const llama_vocab * vocab, const char * grammar, uint3
         }
         for (const auto & [symbol, id] : parser.symbol_ids) {
             if (id == index) {
-                // Of a group in parentheses: "name_7". Names in the text have no underscore.
+                // Parenthesised groups become "name_7"; names in the text have no underscore.
                 name = symbol.substr(0, symbol.find('_'));
             }
         }

@@ -1,4 +1,4 @@
-// Samplers made and copied as a whole, and why a grammar cannot be parsed.
+// Creates and copies samplers, and explains why a grammar cannot be parsed.
 #pragma once
 
 #include <cstdint>
@@ -9,22 +9,22 @@
 
 namespace pykv {
 
-// The grammar of a chat format: it has read `prefix` already, or begins where one of `triggers`, regular expressions,
-// matches the text so far.
+// The grammar of a chat format. It has already read `prefix`, or begins where one of the regular expressions
+// `triggers` matches the text so far.
 llama_sampler * sampler_chat_grammar(const llama_vocab * vocab, const char * grammar, const char * root, const char * prefix,
                                      const std::vector<std::string> & triggers) noexcept;
-// With its history; null for null, and if something was caught.
+// Copies a sampler with its history; null for null or on error.
 llama_sampler * sampler_clone(const llama_sampler * sampler) noexcept;
 int32_t sampler_reset(llama_sampler * sampler) noexcept;
 
 struct grammar_fault {
-    std::string why;  // empty: it can be parsed
-    int64_t     at = -1;  // offset in bytes, where it is known
+    std::string why;  // "" if it can be parsed
+    int64_t     at = -1;  // byte offset, -1 if unknown
 };
 
-// llama.cpp prints the reason to stderr and keeps nothing. CAUGHT if even this failed.
+// Finds the error that llama.cpp only prints to stderr. CAUGHT on failure.
 int32_t find_grammar_fault(const llama_vocab * vocab, const char * grammar, grammar_fault & fault) noexcept;
-// The rule of the text that a rule of the parser was made for; empty if there is none.
+// The text's rule for which the parser made a rule; "" if none.
 int32_t grammar_rule_name(const llama_vocab * vocab, const char * grammar, uint32_t index, std::string & name) noexcept;
 
 }  // namespace pykv

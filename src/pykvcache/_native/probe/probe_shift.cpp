@@ -1,4 +1,4 @@
-// Whether a shift or a division fits: what each position becomes, and what is there already.
+// Checks a shift or division: new positions must be valid and free.
 #include <iterator>
 
 #include "probe_memory.h"
@@ -8,7 +8,7 @@ namespace pykv {
 
 namespace {
 
-// Every position of [p0, p1) moves to `moved(p)`, which must not decrease with p.
+// Each position p of [p0, p1) moves to `moved(p)`, which must be monotonic.
 template <class F>
 shift_problem check_targets(const cell_set & cells, llama_pos limit, llama_pos p0, llama_pos p1, F && moved, llama_pos & where) {
     const auto first = from(cells, p0);
@@ -21,7 +21,7 @@ shift_problem check_targets(const cell_set & cells, llama_pos limit, llama_pos p
     const bool    above = first == cells.begin() || std::prev(first)->first < lowest;
     const bool    below = end == cells.end() || highest < end->first;
     if (lowest >= 0 && highest <= limit && above && below) {
-        return SHIFT_FITS;  // between its neighbours there is nothing to land on
+        return SHIFT_FITS;  // stays between its neighbours
     }
     for (auto it = first; it != end; ++it) {
         const int64_t target = moved(it->first);

@@ -1,4 +1,4 @@
-// The walk over a state's bytes.
+// Checks a state's bytes against this memory.
 #include <algorithm>
 #include <cstring>
 
@@ -26,7 +26,7 @@ const char * what_of(block_kind kind) {
     return kind == BLOCK_K ? "keys" : kind == BLOCK_V || kind == BLOCK_V_TRANS ? "values" : "recurrent state";
 }
 
-// The visitor that compares a state with this memory.
+// Visitor that compares a state with this memory.
 struct walk {
     const memory *  m;
     bool            v_trans;
@@ -34,12 +34,12 @@ struct walk {
     llama_seq_id    seq;
     cursor          in;
     std::vector<state_block> & blocks;
-    // Last position of each sequence by the parts so far; every part ends a sequence alike.
+    // Last position of each sequence in the parts so far; all parts must agree.
     std::vector<llama_pos> ends = {}, last = {};
     std::vector<uint32_t>  counts = {};  // cells of each sequence in this part
-    // Where a window is: positions of each sequence in plain attention, and in this part.
+    // With a window: positions of each sequence in the attention part, and in this part.
     std::vector<std::vector<llama_pos>> whole = {}, held = {};
-    uint32_t n_filled = 0;  // streams of this part that hold cells
+    uint32_t n_filled = 0;  // non-empty streams of this part
     part_set known = NO_PARTS;
 
     void magic(uint32_t expected) {
@@ -48,7 +48,7 @@ struct walk {
         }
     }
 
-    void id(llama_seq_id) { in.get<llama_seq_id>(); }  // where it was taken from, which llama.cpp ignores too
+    void id(llama_seq_id) { in.get<llama_seq_id>(); }  // ignored, as in llama.cpp
 
     void name(const char * expected) {
         const auto size = in.get<uint32_t>();
@@ -99,7 +99,7 @@ struct walk {
         }
     }
 
-    // What a window keeps is a part of what plain attention holds: both move together.
+    // Window positions must be a subset of the attention part's.
     void compare_window(const state_part & part) {
         for (auto & positions : held) {
             if (!std::is_sorted(positions.begin(), positions.end())) {
@@ -116,7 +116,7 @@ struct walk {
         }
     }
 
-    // An index belongs to the cells of attention one by one. Its cells may do without extensions.
+    // The index has exactly the attention part's cells, but may have no extensions.
     void compare_index(const state_part & part, bool extended) {
         for (uint32_t stream = 0; stream < part.n_stream; ++stream) {
             const state_block *theirs = cells_of(PART_ATTENTION, stream), *own = cells_of(part.part, stream);
@@ -161,7 +161,7 @@ struct walk {
         }
     }
 
-    // M-RoPE's other axes are positions too.
+    // M-RoPE's other axes must be valid positions too.
     void check_extended(const cell_head & head) const {
         if (head.ext) {
             int32_t xy[2];
@@ -170,8 +170,7 @@ struct walk {
         }
     }
 
-    // Cells of one sequence that lie in one piece and are as they should be; what is wrong with
-    // others the walk over each says.
+    // Fast path: contiguous, correct cells of one sequence. The walk over each cell reports errors.
     bool plain_cells(const state_part & part, uint32_t n) {
         const size_t    size = cell_bytes(part);
         const uint8_t * at = n > 0 ? in.direct(n * size) : nullptr;
@@ -213,7 +212,7 @@ struct walk {
         const bool     recurrent = part.part == PART_RECURRENT;
         const auto     n = in.get<uint32_t>();
         const uint64_t start = in.tell();
-        // Of one sequence's window, what the next token does not see may be left out (state_fit).
+        // For a single sequence, window cells that the next token does not see may be dropped (state_fit).
         const uint32_t n_cells = seq >= 0 && part.part == PART_WINDOW ? m->base->get_size() : part.n_cells;
         if (n > (recurrent && seq >= 0 ? 1 : n_cells)) {
             throw fault{STATE_NO_ROOM, "holds " + std::to_string(n) + " cells; this memory has " + std::to_string(n_cells), n,
@@ -259,7 +258,7 @@ struct walk {
                 in.skip(size);
                 return;
             }
-            // Values that are not transposed are those of flash attention.
+            // Untransposed values mean flash attention.
             value_check values(ggml_type(row.type), row.n_embd, !v_trans && row.kind != BLOCK_R && row.kind != BLOCK_S);
             in.take(size, [&](const uint8_t * from, uint64_t step) { values.take(from, step); });
             if (!values.fits()) {
@@ -286,12 +285,12 @@ struct walk {
                 ends = last;
             }
             for (size_t s = 0; s < ends.size(); ++s) {
-                // Blocks are looked for among as many positions as there are cells, and no decode leaves gaps.
+                // Block search assumes contiguous positions; no decode leaves gaps.
                 if (part.part == PART_ATTENTION && picks_blocks(m) && last[s] >= int64_t(counts[s])) {
                     throw fault{STATE_DAMAGED, "has gaps: position " + std::to_string(last[s]) + " in " +
                                                    std::to_string(counts[s]) + " cells"};
                 }
-                // A window may have let go of the end too, where the next token does not see it.
+                // A window may lack the end too, if the next token does not see it.
                 const bool left = part.part == PART_WINDOW && last[s] < ends[s] &&
                                   !in_window(m, ends[s], ends[s] + 1);
                 if (last[s] != ends[s] && !left) {
@@ -317,7 +316,7 @@ std::vector<state_part> state_parts(const memory * m, bool v_trans, part_set whi
                              STATES_SAY_ROTATIONS ? hadamard_said(m, part) : hadamard_facts{}});
         }
     };
-    // As llama.cpp writes them: of a memory with a recurrent part, the index comes last.
+    // llama.cpp's order: with a recurrent part, the index comes last.
     add(PART_ATTENTION, m->base);
     if (!m->recurrent) {
         add(PART_INDEX, m->index);
@@ -354,7 +353,7 @@ std::vector<state_rows> state_rows_of(const memory * m, bool v_trans, memory_par
         return result;
     }
     const llama_kv_cache * cache = cache_of(m, part);
-    // A part may have no layer, and then no types either.
+    // A part without layers has no types.
     const auto layers = cache ? cache->get_layer_ids() : std::vector<uint32_t>{};
     if (layers.empty()) {
         return result;

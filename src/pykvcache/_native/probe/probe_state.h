@@ -1,5 +1,5 @@
-// llama.cpp's state bytes: what a memory's state is made of, whether given bytes are such a
-// state, and reading them from several pieces. state_layout.h describes the layout.
+// llama.cpp's state bytes: the parts of a memory's state, checking bytes against them, and
+// writing a sequence's state. state_layout.h describes the layout.
 #pragma once
 
 #include <string>
@@ -10,20 +10,20 @@
 
 namespace pykv {
 
-// How other versions are laid out is not known: cmake/Pin.cmake refuses them in one line.
+// Other versions have an unknown layout; cmake/Pin.cmake refuses them with one line.
 static_assert(LLAMA_STATE_SEQ_VERSION >= 3 && LLAMA_STATE_SEQ_VERSION <= 4, "unknown version of llama.cpp's states");
 
-// Whether a part says by which Hadamard matrices its keys and values are multiplied.
+// Whether a part stores the sizes of its Hadamard matrices.
 constexpr bool STATES_SAY_ROTATIONS = LLAMA_STATE_SEQ_VERSION >= 4;
 
-// What a run of bytes in a state holds. The numbers are public: they stand in saved files.
+// Kinds of byte runs in a state. The numbers are stored in files: do not change them.
 enum block_kind : int {
     BLOCK_CELLS,    // position, number of sequences, extension, sequence ids; per cell
     BLOCK_K,        // one row per cell
     BLOCK_V,        // one row per cell
     BLOCK_V_TRANS,  // one row per value dimension, which holds one element per cell
-    BLOCK_R,        // recurrent: the convolution's last inputs; one row per cell
-    BLOCK_PLE,      // recurrent: the history of per-layer embeddings; one row per cell
+    BLOCK_R,        // recurrent: last inputs of the convolution; one row per cell
+    BLOCK_PLE,      // recurrent: history of per-layer embeddings; one row per cell
     BLOCK_S,        // recurrent: the state; one row per cell
 };
 
@@ -33,7 +33,7 @@ struct state_rows {
     block_kind  kind;
     uint32_t    layer;
     int32_t     type;
-    uint32_t    n_embd;  // elements of a row that belongs to one cell
+    uint32_t    n_embd;  // elements per row of one cell
     uint64_t    row_bytes;
     uint32_t    n_head, head_dim;  // of attention rows
 };
@@ -48,7 +48,7 @@ struct state_part {
     hadamard_facts rotations;
 };
 
-// Where something lies in a state that was found to fit.
+// Location of a run of bytes in a checked state.
 struct state_block {
     memory_part part;
     block_kind  kind;
@@ -61,21 +61,21 @@ enum state_fault : int {
     STATE_FITS,
     STATE_TRUNCATED,
     STATE_TRAILING,
-    STATE_DAMAGED,   // no memory writes such bytes
-    STATE_MISMATCH,  // another memory's
-    STATE_NO_ROOM,   // more cells than this memory has at all
-    STATE_POSITION,  // a position past the highest of this context
-    STATE_VALUE,     // NaN, infinity, or what products of would be
-    STATE_UNKNOWN,   // the check itself was stopped; caught() says by what
+    STATE_DAMAGED,   // not a state of any memory
+    STATE_MISMATCH,  // a state of another memory
+    STATE_NO_ROOM,   // more cells than this memory has
+    STATE_POSITION,  // a position above the context's maximum
+    STATE_VALUE,     // NaN, infinity, or values whose products overflow
+    STATE_UNKNOWN,   // the check itself failed; see caught()
 };
 
-// What a state has that cannot be; `what` and the numbers where there are such.
+// A fault of a state; `what` and the numbers if they apply.
 struct fault {
     state_fault kind  = STATE_FITS;
     std::string why   = {};
     int64_t     value = 0, limit = 0;
     std::string what    = {};
-    bool        counted = false;  // whether value and limit say something
+    bool        counted = false;  // whether value and limit are set
 };
 
 struct state_piece {
@@ -83,24 +83,24 @@ struct state_piece {
     size_t          size;
 };
 
-// Some parts of a memory.
+// A set of parts of a memory.
 using part_set = uint32_t;
 constexpr part_set only(memory_part part) { return 1u << part; }
 constexpr part_set NO_PARTS = 0, ATTENTION_PARTS = only(PART_ATTENTION) | only(PART_INDEX), WINDOW_PARTS = only(PART_WINDOW),
                    RECURRENT_PARTS = only(PART_RECURRENT), PARTIAL_PARTS = WINDOW_PARTS | RECURRENT_PARTS,  // PARTIAL_ONLY's
                    CELL_PARTS = ATTENTION_PARTS | WINDOW_PARTS, ALL_PARTS = CELL_PARTS | RECURRENT_PARTS;
 
-// Those of `which` that the memory has, in the order in which states hold them.
+// The parts of `which` that the memory has, in a state's order.
 std::vector<state_part> state_parts(const memory * m, bool v_trans, part_set which);
 std::vector<state_rows> state_rows_of(const memory * m, bool v_trans, memory_part part);
 
-// Walk the bytes without touching the memory; `seq` is -1 for a whole context's state. `which`: the parts that are
-// there. `known`: those whose values were looked at before.
+// Check the bytes without touching the memory; `seq` is -1 for a whole context's state. `which`: parts in the state.
+// `known`: parts whose values were checked before.
 state_fault state_check(const memory * m, bool v_trans, uint32_t n_seq_max, llama_seq_id seq, part_set which,
                         const std::vector<state_piece> & pieces, std::vector<state_block> & blocks, fault & found,
                         part_set known) noexcept;
 
-// What a state is going to hold; valid until the memory changes.
+// A state to be written; valid until the memory changes.
 class seq_state {
   public:
     virtual ~seq_state() = default;
@@ -109,16 +109,16 @@ class seq_state {
     size_t size = 0;
 };
 
-// `window_from`: of a window, the cells from there on too, which llama.cpp leaves out. Null: caught.
+// `window_from`: first window cell to include, also cells that llama.cpp omits. Null on error.
 seq_state * seq_state_new(const memory * m, bool v_trans, llama_seq_id seq, llama_pos window_from) noexcept;
-// The same as llama.cpp writes it, of a whole context (seq -1) too, or of what of a sequence cannot be rewound.
+// The same through llama.cpp's writer; also of a whole context (seq -1), or only the parts that cannot be rewound.
 seq_state * written_state_new(const memory * m, llama_seq_id seq, bool partial) noexcept;
-// The recurrent part of a sequence's state alone, without a head.
+// Only the recurrent part of a sequence's state, without a head.
 seq_state * recurrent_state_new(const memory * m, llama_seq_id seq) noexcept;
 void        seq_state_delete(seq_state * state) noexcept;
 int32_t     seq_state_write(const seq_state * state, uint8_t * dst, bool two) noexcept;
 
-// Cells that nobody but this sequence holds; of a memory with attention.
+// Number of attention cells that only this sequence holds.
 uint32_t owned_alone(const memory * m, llama_seq_id seq);
 
 }  // namespace pykv

@@ -13,7 +13,7 @@ namespace pykv {
 
 namespace {
 
-// The reader that llama.cpp asks for the next bytes. As in llama.cpp's own one, tensors come last.
+// Input for llama.cpp's state reader. Like llama.cpp's own class, it copies tensors last.
 class piece_reader : public llama_io_read_i {
   public:
     piece_reader(const edit_key & key, const std::vector<state_piece> & pieces) : in(pieces), writes(key) {}

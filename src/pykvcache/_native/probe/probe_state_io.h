@@ -1,4 +1,4 @@
-// Bytes out of llama.cpp's own writer of states.
+// Output for llama.cpp's state writer.
 #pragma once
 
 #include <cstring>
@@ -8,8 +8,8 @@
 
 namespace pykv {
 
-// Copies what is written; with NULL it only counts. llama.cpp's own one reads the tensors in its destructor,
-// where what a device throws ends the process.
+// Copies written bytes, or only counts them if NULL. llama.cpp's own class reads tensors in its destructor, where an
+// exception from a device ends the process.
 class state_writer : public llama_io_write_i {
   public:
     explicit state_writer(uint8_t * dst) : dst(dst) {}
@@ -28,7 +28,7 @@ class state_writer : public llama_io_write_i {
     }
     size_t n_bytes() override { return done; }
 
-    // Before this, rows that lie in the memory of a device may be missing.
+    // Completes reads from devices; before it their rows may be missing.
     void finish() { reads.run(); }
 
   private:

@@ -1,5 +1,5 @@
-// Whether any of many values is too large, by their bits: those of floats of one sign are in the order of the
-// numbers, with infinity and NaN above all.
+// Finds values that are too large by comparing bits: without the sign, a float's bits sort like its value, with
+// infinity and NaN on top.
 #include "probe_values.h"
 
 #include <algorithm>
@@ -12,14 +12,14 @@ namespace {
 
 constexpr uint32_t LARGEST_F16 = 0x7bff;
 
-// What the compiler makes vectors of: no early end, one type, and as many sums as keep a core busy.
+// Written to be vectorised: no early exit, one type, and enough independent sums to keep a core busy.
 template <class T> bool any_above(const uint8_t * data, size_t n, uint32_t limit) {
     constexpr T      SIGN = T(T(1) << (8 * sizeof(T) - 1)), MAGNITUDE = T(~SIGN);
     constexpr size_t WIDTH = 64 / sizeof(T);
     const auto excess_of = [&](size_t i) {
         T bits;
         std::memcpy(&bits, data + i * sizeof(T), sizeof(T));
-        return T(T(limit) - T(bits & MAGNITUDE));  // below 0 where it is larger
+        return T(T(limit) - T(bits & MAGNITUDE));  // negative if larger
     };
     T      found[WIDTH] = {};
     size_t i = 0;
@@ -48,7 +48,7 @@ bool any_scale_above(const uint8_t * data, size_t n, size_t unit, uint32_t limit
     return above;
 }
 
-// Blocks begin with a scale in f16, and those of some types go on with a minimum.
+// Blocks begin with an f16 scale, in some types followed by a minimum.
 bool has_minimum(ggml_type type) { return type == GGML_TYPE_Q4_1 || type == GGML_TYPE_Q5_1; }
 
 }  // namespace
@@ -95,7 +95,7 @@ void value_check::look(const uint8_t * data, size_t n) {
 
 void value_check::take(const uint8_t * data, size_t size) {
     if (size == 0) {
-        return;  // of nothing there may be no address
+        return;  // empty data may have no address
     }
     if (n_rest > 0) {
         const size_t more = std::min(unit - n_rest, size);

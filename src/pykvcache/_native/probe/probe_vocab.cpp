@@ -1,7 +1,7 @@
-// SentencePiece's pairs, merged as llama.cpp merges them, in time that grows with the text.
+// SentencePiece's merges, equal to llama.cpp's but in linear time.
 //
-// llama.cpp's own session reserves room anew for each character that is written as bytes, and copies
-// all tokens before it each time.
+// llama.cpp's session reallocates for each character that is written as bytes, and copies all earlier
+// tokens each time.
 #include <algorithm>
 #include <queue>
 
@@ -22,7 +22,7 @@ struct pair {
     float  score;
     size_t size;
 
-    // Last in the queue's order is first out: the highest score, of equal ones the leftmost.
+    // The queue pops its greatest element: highest score, then leftmost.
     bool operator<(const pair & other) const {
         return score < other.score || (score == other.score && left > other.left);
     }
@@ -72,7 +72,7 @@ void tokenize_spm(const llama_vocab & vocab, const char * raw, size_t size, std:
         symbol & left  = symbols[best.left];
         symbol & right = symbols[best.right];
         if (left.size == 0 || right.size == 0 || left.size + right.size != best.size) {
-            continue;  // one of them was merged since
+            continue;  // one of the pair was merged since
         }
         left.size += right.size;
         right.size = 0;

@@ -1,4 +1,4 @@
-// In place of the other files where the build has no RPC of ggml's, or another version of it.
+// Stubs for builds without ggml's RPC, or with another version of it.
 #include "guarded.h"
 #include "servers.h"
 

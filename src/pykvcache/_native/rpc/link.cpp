@@ -17,7 +17,7 @@ namespace pykv {
 
 namespace {
 
-constexpr size_t MAX_PIECE = size_t(1) << 30;  // no system takes more in one call
+constexpr size_t MAX_PIECE = size_t(1) << 30;  // below every system's limit per call
 
 #ifdef MSG_NOSIGNAL
 constexpr int SEND_FLAGS = MSG_NOSIGNAL;
@@ -129,7 +129,7 @@ bool rpc_link::receive(void * data, size_t size) { return !is_lost && check(rece
 void rpc_link::close() {
     if (fd >= 0) {
         if (process == getpid()) {
-            shutdown(fd, SHUT_RDWR);  // a fork's copy would keep the server's end open
+            shutdown(fd, SHUT_RDWR);  // a forked child's copy would keep the connection open
         }
         ::close(fd);
         fd = -1;

@@ -1,4 +1,4 @@
-// The client's connection to a server of ggml's RPC: a socket whose waits end after a timeout.
+// A client's connection to an RPC server: a socket with timeouts.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace pykv {
 
-// Blocking calls that return 0 or an error of errno; -1 where the other end closed the connection.
+// Blocking calls that return 0 or an errno; -1 if the peer closed the connection.
 int send_all(int fd, const void * data, size_t size);
 int receive_all(int fd, void * data, size_t size);
 
@@ -17,20 +17,20 @@ struct rpc_link : device_link {
     explicit rpc_link(std::string where) : device_link(std::move(where)) {}
     ~rpc_link() { close(); }
 
-    // Each returns false where the connection is lost.
+    // Each returns false if the connection is lost.
     bool connect(int64_t timeout_ms);
     bool send(const void * data, size_t size);
     bool receive(void * data, size_t size);
-    // How long a message may make no progress.
+    // Timeout without progress.
     void set_timeout(int64_t ms);
     void close();
 
   private:
-    bool check(int error);  // loses the connection unless it is 0
+    bool check(int error);  // marks the connection as lost unless 0
 
     std::atomic<int64_t> timeout_ms{0};
     int                  fd = -1;
-    int                  process = 0;  // that opened it: a fork's copy of the socket is only closed
+    int                  process = 0;  // the process that opened it; a forked child only closes its copy
 };
 
 }  // namespace pykv

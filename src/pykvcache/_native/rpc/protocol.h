@@ -1,4 +1,4 @@
-// Messages of ggml's RPC, version 7: how long each answer is, and what stands in for it after a loss.
+// Messages of ggml's RPC, version 7: reply sizes, and the replies fabricated after a loss.
 #pragma once
 
 #include <cstddef>
@@ -28,7 +28,7 @@ enum rpc_command : uint8_t {
     RPC_DEVICE_COUNT,
 };
 
-// Bytes of an answer, 0 where there is none. The last 8 bytes of RPC_GET_TENSOR's request are the size that it asks for.
+// Size of a reply in bytes, 0 for none. RPC_GET_TENSOR's request ends with the requested size (8 bytes).
 inline uint64_t rpc_answer_size(uint8_t command, uint64_t last_of_request) {
     switch (command) {
         case RPC_ALLOC_BUFFER:
@@ -46,8 +46,8 @@ inline uint64_t rpc_answer_size(uint8_t command, uint64_t last_of_request) {
     }
 }
 
-// Write an answer with which ggml's client goes on to the end of its call: an allocation has failed, a copy
-// has succeeded, tensors are zero.
+// Write a reply with which ggml's client can finish its call: failed allocation, successful copy, zero
+// tensors.
 inline void rpc_stand_in(uint8_t command, void * answer, size_t size) {
     const auto set = [&](uint64_t value) { std::memcpy(answer, &value, size < sizeof(value) ? size : sizeof(value)); };
     std::memset(answer, 0, size);

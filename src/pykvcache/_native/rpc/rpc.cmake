@@ -1,9 +1,9 @@
-# ggml's RPC: models on several machines. InfiniBand is left out.
+# ggml's RPC: models on several machines, without InfiniBand.
 
 set(PYKVCACHE_RPC OFF)
 file(STRINGS "${LLAMA_CPP_SOURCE_DIR}/ggml/include/ggml-rpc.h" version REGEX "define RPC_PROTO_M[AI][JN]OR_VERSION")
 string(REGEX MATCHALL "[0-9]+" version "${version}")
-# Windows has other sockets; protocol.h knows this version.
+# Not Windows, whose sockets differ; protocol.h supports this version only.
 if(UNIX AND version STREQUAL "7;0")
   set(GGML_RPC ON CACHE BOOL "ggml: use RPC")
   set(GGML_RPC_RDMA OFF CACHE BOOL "ggml: RDMA for RPC" FORCE)
@@ -12,7 +12,7 @@ elseif(GGML_RPC)
   message(WARNING "pykvcache: LlamaModel(rpc=...) is left out: it needs version 7.0 of ggml's RPC, on Linux or macOS")
 endif()
 
-# Add the sources to the extension, and put our transport.cpp in place of ggml's.
+# Add the sources to the extension, and replace ggml's transport.cpp by ours.
 function(pykvcache_add_rpc target)
   set(folder "${PROJECT_SOURCE_DIR}/src/pykvcache/_native/rpc")
   if(NOT PYKVCACHE_RPC)

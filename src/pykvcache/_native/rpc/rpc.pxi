@@ -1,4 +1,4 @@
-# Servers of ggml's RPC: models on several machines.
+# RPC servers: models on several machines.
 
 cdef extern from "rpc/servers.h" namespace "pykv" nogil:
     cppclass rpc_server:
@@ -15,7 +15,7 @@ cdef extern from "rpc/servers.h" namespace "pykv" nogil:
 
 
 cdef class Server:
-    """A server of ggml's RPC that is connected: open as long as this lives, or a model that lies on it."""
+    """A connected RPC server; stays open as long as this object or a model on it exists."""
 
     cdef shared_ptr[rpc_server] server
     cdef readonly str endpoint
@@ -35,7 +35,7 @@ cdef class Server:
 
     @property
     def n_devices(self):
-        """How many devices it has."""
+        """Number of devices."""
         return self.server.get().devices.size()
 
     cdef int check(self, str what) except -1:
@@ -45,7 +45,7 @@ cdef class Server:
         return 0
 
     def register(self):
-        """Let every model that is loaded from now on use its devices: for tests."""
+        """Let all models loaded from now on use its devices; for tests."""
         rpc_register(self.server.get()[0])
 
 
@@ -61,7 +61,7 @@ cdef int _check_rpc(int32_t code, str what) except -1:
 
 
 def rpc_serve(str endpoint not None, int n_threads, list devices not None):
-    """Serve devices over RPC until the process ends; OSError where it cannot begin."""
+    """Serve devices over RPC until the process ends; OSError if it cannot listen."""
     cdef bytes text = endpoint.encode()
     cdef bytes names = ",".join(devices).encode()
     cdef const char* where = text

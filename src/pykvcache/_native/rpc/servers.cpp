@@ -15,7 +15,7 @@ namespace pykv {
 namespace {
 
 struct server_table {
-    std::mutex       opening;  // held while a server is asked
+    std::mutex       opening;  // held while connecting
     std::atomic<int> process{0};
 
     std::mutex                                       mutex;
@@ -24,12 +24,12 @@ struct server_table {
     std::map<std::string, int>                       n_opened;  // by endpoint
 };
 
-// Never destroyed: a thread may still look while the process ends.
+// Never destroyed: threads may use it while the process exits.
 server_table & table = *new server_table;
 
 thread_local std::shared_ptr<rpc_link> new_link;
 
-// ggml keeps for ever what it learned of a server under a name, so each connection has a name of its own.
+// ggml caches facts about a server by name forever, so each connection gets its own name.
 std::string name_of_next(const std::string & endpoint) {
     const int    n = ++table.n_opened[endpoint];
     const size_t colon = endpoint.rfind(':');
@@ -136,7 +136,7 @@ std::shared_ptr<rpc_link> rpc_take_link() {
     if (auto link = std::exchange(new_link, nullptr)) {
         return link;
     }
-    // ggml asks again for a server whose connection was closed.
+    // ggml reconnects to a server whose connection was closed.
     auto lost = std::make_shared<rpc_link>("");
     lost->lose("the connection was closed");
     return lost;

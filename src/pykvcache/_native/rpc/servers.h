@@ -1,4 +1,4 @@
-// Servers of ggml's RPC: a process has one connection to each, shared by its models and closed with the last.
+// RPC servers: one connection per server and process, shared by its models and closed with the last one.
 #pragma once
 
 #include <cstdint>
@@ -27,27 +27,28 @@ struct rpc_server {
 
 enum rpc_outcome : int32_t {
     RPC_OPEN,
-    RPC_NO_BUILD,  // without ggml's RPC, or with another version of it
+    RPC_NO_BUILD,  // the build has no RPC
     RPC_LOST,
-    RPC_FORKED,    // a fork's child has no thread for its parent's connections, and its locks may be held
+    RPC_FORKED,    // in a forked child, whose locks may be held by threads that do not exist there
 };
 
-// CAUGHT or an rpc_outcome; `why` says what is lost.
+// Returns CAUGHT or an rpc_outcome; `why` is the reason of RPC_LOST.
 int32_t rpc_open(const char * endpoint, int64_t timeout_ms, std::shared_ptr<rpc_server> & out, std::string & why) noexcept;
 
-// A model that keeps its servers open. A fork's child, which lacks the threads of its connections, does not free it.
+// Owns a model and keeps its servers open. Not freed in a forked child, which lacks the connections' threads.
 std::shared_ptr<llama_model> own_model_on(llama_model * model, const std::vector<std::shared_ptr<rpc_server>> & servers);
 
-// Let every model that is loaded from now on use its devices: for tests.
+// Let all models loaded from now on use its devices; for tests.
 void rpc_register(const rpc_server & server) noexcept;
 
-// The connections under a model's devices.
+// Connections of a model's devices.
 device_links rpc_links_of(const llama_model * model);
 
-// Serve devices, their names with commas between, until the process ends: CAUGHT, RPC_NO_BUILD, or RPC_LOST where it cannot begin.
+// Serve devices (names separated by commas) until the process ends. CAUGHT, RPC_NO_BUILD, or RPC_LOST if it cannot
+// listen.
 int32_t rpc_serve(const char * endpoint, int n_threads, const char * devices) noexcept;
 
-// For transport.cpp: the connection that rpc_open() has made on this thread, or a lost one.
+// For transport.cpp: the connection that rpc_open() made on this thread, or a lost one.
 std::shared_ptr<rpc_link> rpc_take_link();
 
 }  // namespace pykv

@@ -1,7 +1,7 @@
-// In place of ggml's transport.cpp: sockets with timeouts, and a client whose messages never fail.
+// Replaces ggml's transport.cpp: sockets with timeouts, and a client whose messages never fail.
 //
-// ggml's client ends the process where a message fails. Here the connection is lost then (device_link.h), and
-// ggml gets a stand-in for the answer. The server's end fails as ggml's own does.
+// ggml's client ends the process if a message fails. Here the connection is marked as lost (device_link.h) and ggml
+// gets a fabricated reply. The server side behaves as ggml's.
 #include "transport.h"
 
 #include <arpa/inet.h>
@@ -23,8 +23,8 @@ static_assert(RPC_PROTO_MAJOR_VERSION == pykv::RPC_MAJOR && RPC_PROTO_MINOR_VERS
               "protocol.h knows another version");
 
 struct socket_t::impl {
-    int                             fd = -1;  // of the server's end
-    std::shared_ptr<pykv::rpc_link> link;     // of the client's end
+    int                             fd = -1;  // server side
+    std::shared_ptr<pykv::rpc_link> link;     // client side
 
     explicit impl(int socket) : fd(socket) {}
     explicit impl(std::shared_ptr<pykv::rpc_link> to) : link(std::move(to)) {}
@@ -37,7 +37,7 @@ struct socket_t::impl {
         }
     }
 
-    // The client speaks in five pieces: command, length, data; the answer's length, the answer.
+    // A client's message has five pieces: command, length, data; reply length, reply.
     enum { COMMAND, LENGTH, DATA, ANSWER_LENGTH, ANSWER } next = COMMAND;
     uint8_t  head[9];  // command and length
     uint64_t answer_size = 0;
@@ -61,7 +61,7 @@ void socket_t::impl::request(const void * data, size_t size) {
         }
         answer_size = pykv::rpc_answer_size(head[0], last);
         next = answer_size ? ANSWER_LENGTH : COMMAND;
-        // A small message is one packet.
+        // Send a small message as one packet.
         const size_t joined = size <= 65536 ? size : 0;
         std::string  message(head, head + sizeof(head));
         message.append(static_cast<const char *>(data), joined);
@@ -116,7 +116,7 @@ bool socket_t::flush() { return true; }
 void socket_t::get_caps(uint8_t * caps) { std::fill_n(caps, RPC_CONN_CAPS_SIZE, uint8_t(0)); }
 void socket_t::update_caps(const uint8_t *) {}
 
-// rpc_open() has connected before it lets ggml ask.
+// rpc_open() has already connected.
 socket_ptr socket_t::connect(const char *, int) {
     return socket_ptr(new socket_t(std::make_unique<impl>(pykv::rpc_take_link())));
 }
@@ -147,7 +147,7 @@ socket_ptr socket_t::accept() {
     }
     fcntl(fd, F_SETFD, FD_CLOEXEC);
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
-    setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));  // of a machine that is gone
+    setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));  // detects clients that disappeared
     return socket_ptr(new socket_t(std::make_unique<impl>(fd)));
 }
 

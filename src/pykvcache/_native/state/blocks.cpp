@@ -1,4 +1,4 @@
-// Blocks out of the cells, and a state's bytes around blocks.
+// Copies cells to blocks, and builds a state's bytes around blocks.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -21,7 +21,7 @@ namespace pykv {
 
 namespace {
 
-// The rows of a block, in their order.
+// The rows of a block, in order.
 std::vector<state_rows> block_rows(const memory * m, bool v_trans, memory_part of) {
     std::vector<state_rows> all;
     for (const state_part & part : state_parts(m, v_trans, of == PART_WINDOW ? WINDOW_PARTS : ATTENTION_PARTS)) {
@@ -40,7 +40,7 @@ class block_writer : public piece_writer {
   public:
     using piece_writer::piece_writer;
 
-    // What the next parts are made of; an index comes after the attention cells that it belongs to.
+    // Blocks of the next parts; an index follows its attention cells.
     void begin_run(const block_run & next) {
         before = run == &next ? before : 0;
         run = &next;
@@ -51,7 +51,7 @@ class block_writer : public piece_writer {
         put(n);
         if (n > 0) {
             records(part, room(n * cell_bytes(part)));
-            // An index has the same extensions: they are there once.
+            // An index has the same extensions, which are stored once.
             before = before == 0 && part.extended ? CELL_EXT_BYTES : before;
         }
         return n;
@@ -69,7 +69,7 @@ class block_writer : public piece_writer {
     }
 
   private:
-    // All at once: field by field they take as long as copying a tenth of the rows.
+    // In one buffer: written field by field, records would cost a tenth of copying the rows.
     void records(const state_part & part, uint8_t * to) {
         const uint32_t     n_ids = 1;
         const llama_seq_id seq = 0;
@@ -120,12 +120,11 @@ std::vector<live_cell> cells_from(const cell_set & held, llama_pos first, size_t
     return cells;
 }
 
-// Ask the system for all pages of new memory at once: at the first write to each they take twice as long.
-// A system that does not know this refuses, and goes on as before. Memory whose last page is there was used before:
-// asking for it takes as long as a fifth of the copy.
+// Populate the pages of new memory in one call, in half the time of page faults; older systems refuse, harmlessly.
+// Skipped if the last page is present: for reused memory the call would cost a fifth of the copy.
 void populate(uint8_t * data, size_t size) {
 #ifdef __linux__
-    constexpr int          WRITE = 23;  // MADV_POPULATE_WRITE, of Linux 5.14
+    constexpr int          WRITE = 23;  // MADV_POPULATE_WRITE, Linux 5.14
     static const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE));
     const uintptr_t        begin = (uintptr_t(data) + page - 1) / page * page;
     const uintptr_t        end = (uintptr_t(data) + size) / page * page;
@@ -169,7 +168,7 @@ bool block_fits(const block_layout & layout, const uint8_t * data, uint32_t n) n
 
 void block_copy(const block_layout & layout, const uint8_t * src, size_t n_src, size_t first, size_t count, uint8_t * dst,
                 size_t n_dst, size_t at) noexcept {
-    // Bytes of one cell, or of one value of it, that follow each other.
+    // Contiguous bytes per cell, or per value if transposed.
     const auto copy = [&](size_t bytes) {
         if (count * bytes > 0) {
             std::memcpy(dst + at * bytes, src + first * bytes, count * bytes);
@@ -199,11 +198,11 @@ int32_t blocks_write(const memory * m, bool v_trans, memory_part part, llama_seq
             throw std::logic_error("the index of a memory has other cells than what it is an index of");
         }
         const auto n_of = [&](size_t b) { return b + 1 == n_blocks ? last : n; };
-        std::vector<std::vector<cell_run>> runs;  // of each block
+        std::vector<std::vector<cell_run>> runs;  // per block
         for (size_t b = 0; b < n_blocks; ++b) {
             runs.push_back(runs_of(cells.data() + b * n, n_of(b)));
         }
-        // Extensions are few bytes, and come first.
+        // Extensions come first.
         const size_t ext_bytes = ext_bytes_of(m, part);
         for (size_t i = 0; ext_bytes && i < cells.size(); ++i) {
             const auto ext = held.ext_get(cells[i].cell);
@@ -218,7 +217,7 @@ int32_t blocks_write(const memory * m, bool v_trans, memory_part part, llama_seq
         }
         std::atomic<bool> fit{true};
         const auto        look = [&](const rows_copy & row, size_t b) {
-            // Whoever puts the block back need not look again.
+            // Checked here, so that restoring the block need not check again.
             value_check values(ggml_type(row.rows.type), row.rows.n_embd, !v_trans);
             values.take(dst[b] + row.before * n_of(b), row.rows.row_bytes * n_of(b));
             if (!values.fits()) {
@@ -236,8 +235,8 @@ int32_t blocks_write(const memory * m, bool v_trans, memory_part part, llama_seq
                 }
                 const rows_copy & row = rows[k / n_blocks - 1];
                 add_rows(reads, row.tensor, runs[b], dst[b] + row.before * n_of(b));
-                // What the CPU reaches is there now, and looked at while it is at hand. A device is asked for the
-                // rows of all blocks together, by the one thread that there is then.
+                // Host rows are copied by now, and checked while in the CPU's cache. Device rows are read for all blocks
+                // together, on one thread.
                 if (row.tensor.host) {
                     look(row, b);
                 } else if (b + 1 == n_blocks) {

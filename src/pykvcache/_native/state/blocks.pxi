@@ -1,8 +1,7 @@
-# States taken apart and put together: as arrays of cells, which files keep, and as blocks, which a
-# prefix cache keeps.
+# Split and join states: as arrays of cells for files, and as blocks for a prefix cache.
 
 cdef const int32_t* _ints(values, Py_ssize_t n, Pieces owner) except? NULL:
-    """Pointer to n contiguous int32; ValueError for another number of them."""
+    """Return a pointer to n contiguous int32; ValueError for another length."""
     if values is None:
         raise ArgumentError(f"no integers given: {n} needed", value=0, limit=n)
     cdef const int32_t[::1] view = values
@@ -14,12 +13,12 @@ cdef const int32_t* _ints(values, Py_ssize_t n, Pieces owner) except? NULL:
 
 
 cdef list _one_stream(list streams):
-    """The stream that holds a sequence's cells: the state does not depend on which one it is."""
+    """Return the stream of a sequence; its state does not depend on it."""
     return [next((cells for cells in streams if len(cells[0])), streams[0])]
 
 
 cdef int _cell_part(part) except -1:
-    """The part that blocks hold the cells of."""
+    """Return the part of this name."""
     if part == "attention":
         return lib.PART_ATTENTION
     if part == "window":
@@ -31,13 +30,13 @@ cdef int _cell_part(part) except -1:
 
 @cython.final
 cdef class StatePart:
-    """The state of a sequence after its first `end` tokens, of the parts that have no cells per token.
+    """State of a sequence after its first `end` tokens: the parts without cells per token.
 
-    Where the layout of a memory is not known, it is all that a sequence holds, and goes back to its own
-    context only.
+    If the memory's layout is not known, it is the whole sequence and can be restored only in its own
+    context.
     """
 
-    cdef object context  # a weak reference where only that context takes it back, else None
+    cdef object context  # weak reference if only that context can restore it, else None
     cdef const uint8_t[::1] data
     cdef readonly int32_t end
 
@@ -59,19 +58,19 @@ cdef class StatePart:
 
 @cython.final
 cdef class BlockLayout:
-    """What the bytes of a context's blocks are. Needs the context no more: no lock is taken."""
+    """Layout of a context's blocks; usable without the context or its lock."""
 
     cdef lib.block_layout layout
 
     @property
     def cell_bytes(self):
-        """Bytes of one cell; 0 where the memory has no such part."""
+        """Bytes of one cell; 0 if the memory has no such part."""
         return self.layout.cell_bytes
 
     def is_good(self, const uint8_t[::1] data not None, n):
-        """Whether bytes are a block of n cells, whose values attention can multiply.
+        """Return whether bytes are a block of n cells whose values cannot overflow in attention.
 
-        What `Context.check_blocks` looks at besides them is small.
+        This is the expensive part of `Context.check_blocks`.
         """
         cdef uint32_t count = _int(n, "n", 0, INT32_MAX)
         cdef size_t size = data.shape[0]
@@ -84,7 +83,7 @@ cdef class BlockLayout:
         return fits
 
     def copy_cells(self, const uint8_t[::1] data not None, first, count, uint8_t[::1] out not None, at):
-        """Copy `count` cells from `first` on out of a block to `at` in another one."""
+        """Copy `count` cells, starting at `first` of a block, to `at` in another one."""
         cdef size_t cell = self.layout.cell_bytes, n, n_out
         for name, size in (("data", data.shape[0]), ("out", out.shape[0])):
             if not cell or size % cell:
@@ -99,15 +98,15 @@ cdef class BlockLayout:
 
 
 cdef class Blocks(State):
-    """States out of arrays and blocks, and those out of states."""
+    """Split states into arrays and blocks, and join them."""
 
     # Arrays --------------------------------------------------------------------------
 
     def split_state(self, buffer not None, bint whole):
-        """Return the cells of a state that fits this memory, per part and stream; raise where it does not.
+        """Return the cells of a state, per part and stream; raise if it does not fit this memory.
 
-        Of cells: positions, extensions or None, members (offsets, ids) of a whole context's or None, and
-        where the rows of each kind lie: (offset, size in bytes).
+        Cells are positions, extensions or None, members (offsets, ids) for a whole context or None, and
+        (offset, size in bytes) of the rows of each kind.
         """
         cdef vector[lib.state_block] blocks
         cdef lib.state_part part
@@ -160,10 +159,10 @@ cdef class Blocks(State):
             (_array(offsets, np.int32), _array(ids, np.int32)) if whole else None, rows)
 
     def set_parts(self, seq_id, list parts not None, list firsts):
-        """Make a sequence, or with None the context, hold cells that are given as arrays.
+        """Restore a sequence, or with None the context, from arrays of cells.
 
         Per part and stream: positions, extensions or None, members or None, and the bytes of each kind of
-        row. `firsts` and the rest as in `set_state`.
+        row. Otherwise like `set_state`.
         """
         cdef int32_t seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
         cdef Pieces pieces = Pieces([])
@@ -190,7 +189,7 @@ cdef class Blocks(State):
     cdef int take_arrays(
             self, lib.state_part part, list streams, bint whole, vector[lib.cell_arrays]& given,
             Pieces pieces) except -1:
-        """Check that arrays are as long as they say, and remember where they lie."""
+        """Check the lengths of arrays and record their addresses."""
         cdef vector[lib.state_rows] kinds = lib.state_rows_of(self.mem, self.v_trans(), part.part)
         cdef lib.cell_arrays* cells
         cdef const uint8_t[::1] bytes_of_rows
@@ -236,22 +235,22 @@ cdef class Blocks(State):
 
     @property
     def has_window(self):
-        """Whether blocks hold the cells of a window."""
+        """Whether the memory has window blocks."""
         self.check_open()
         return lib.has_layout(self.mem) and lib.windowed(self.mem)
 
     @property
     def has_state_part(self):
-        """Whether a sequence has a state that blocks do not hold."""
+        """Whether a sequence has state that is not in blocks."""
         self.check_open()
         return self.is_recurrent_like() or (self.kind != lib.MEMORY_NONE and not lib.has_layout(self.mem))
 
     def block_bytes(self, part="attention"):
-        """Bytes of one cell in a block; 0 where the memory has no such part, or how is not known."""
+        """Return the bytes of one cell in a block; 0 without such a part or with an unknown layout."""
         return self.block_layout(part).cell_bytes
 
     def block_layout(self, part="attention"):
-        """Return what checks blocks without this context."""
+        """Return the `BlockLayout`, which checks blocks without this context."""
         cdef BlockLayout made = BlockLayout.__new__(BlockLayout)
         cdef int which = _cell_part(part)
         self.lock_read()
@@ -264,12 +263,12 @@ cdef class Blocks(State):
             self.lock.unlock()
 
     def get_blocks(self, seq_id, first, n, list out not None, last=None, part="attention"):
-        """Copy the cells at positions from `first` on, n into each array of `out`.
+        """Copy cells, starting at position `first`, n into each array of `out`.
 
-        The last array gets `last` of them, where that is given.
+        The last array gets `last` cells, if given.
 
-        False if they are not all there. `StateDamaged` where they hold NaN, infinity, or values whose
-        products overflow: what comes out may go back with `known_values`.
+        Returns False if some are missing. Raises `StateDamaged` for NaN, infinity, or values whose
+        products overflow, so the copied blocks may be restored with `known_values`.
         """
         cdef int32_t seq = _seq(seq_id, self.n_seq_max), begin = _p0(first), code
         cdef uint32_t count = _int(n, "n", 1, INT32_MAX)
@@ -316,21 +315,21 @@ cdef class Blocks(State):
         return self.get_blocks(seq_id, first, n, [out], None, part)
 
     def window_needed(self, n):
-        """Return the first position whose window cell the token at position n sees; n where it sees none."""
+        """Return the first window position that the token at position n sees; n if it sees none."""
         cdef int32_t end = _int(n, "n", 0, INT32_MAX)
         self.check_open()
         return lib.window_start(self.mem, end) if lib.windowed(self.mem) else end
 
     def least_cut(self, first):
-        """Return the fewest tokens that a sequence can be cut to whose window cells begin at `first`."""
+        """Return the fewest tokens that a truncation can leave if the window cells begin at `first`."""
         cdef int32_t begin = _int(first, "first", 0, INT32_MAX)
         self.check_open()
         return lib.least_cut(self.mem, begin)
 
     def window_range(self, seq_id):
-        """Return (first, end): the positions up to the sequence's end whose window cells are all there.
+        """Return (first, end): the positions up to the sequence's end that have all window cells.
 
-        Where there is no window, those of the whole sequence.
+        Without a window, all positions of the sequence.
         """
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         self.lock_read()
@@ -343,7 +342,7 @@ cdef class Blocks(State):
             self.lock.unlock()
 
     def spare_begin(self, seq_id):
-        """Return where the window cells begin of a state that is taken now with spare ones."""
+        """Return the first window position of a state taken now with spare cells."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         self.lock_read()
         try:
@@ -353,7 +352,7 @@ cdef class Blocks(State):
             self.lock.unlock()
 
     def get_state_part(self, seq_id):
-        """Copy the state of a sequence that blocks do not hold."""
+        """Copy the state of a sequence that is not in blocks."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         cdef StatePart state = StatePart.__new__(StatePart)
         cdef Plan plan = Plan.__new__(Plan)
@@ -380,9 +379,9 @@ cdef class Blocks(State):
             self.lock.unlock()
 
     def make_state_part(self, const uint8_t[::1] content not None):
-        """Return the state that `StatePart.content` of another context of this model was, or raise.
+        """Return a state made of another context's `StatePart.content`; raise if it does not fit.
 
-        The bytes must not be changed any more.
+        The bytes must not change afterwards.
         """
         cdef StatePart state = StatePart.__new__(StatePart)
         cdef vector[lib.state_block] found
@@ -411,13 +410,13 @@ cdef class Blocks(State):
     def set_blocks(
             self, seq_id, list attention not None, list window=None, window_first=0,
             StatePart state=None, *, bint known_values=False):
-        """Make a sequence hold attention cells [0, n), window cells [window_first, n), and the state at n.
+        """Restore a sequence: attention cells [0, n), window cells [window_first, n), and the state at n.
 
-        Of blocks (bytes, their cells, how many of these count). The window cells are at least those that the
-        next token sees (`window_needed`); what comes before them is left out where the window's cache has no
-        room. The caller guarantees that all belong together, and with `known_values` that the blocks were
-        not changed since `get_blocks`, `check_blocks` or `BlockLayout` looked at their values; all or nothing
-        as `set_state`.
+        Blocks are (bytes, number of cells, number of cells that count). The window cells must include those
+        that the next token sees (`window_needed`); earlier ones are dropped if the window has no room. The
+        caller guarantees that everything belongs together, and with `known_values` that the blocks are
+        unchanged since `get_blocks`, `check_blocks` or `BlockLayout` checked their values. All or nothing,
+        like `set_state`.
         """
         cdef Pieces pieces = Pieces([])
         cdef lib.joined_state joined
@@ -440,9 +439,9 @@ cdef class Blocks(State):
             self.lock.unlock()
 
     def check_blocks(self, list blocks not None, part="attention", *, bint known_values=False):
-        """Raise what `set_blocks` would because of the bytes of one part; changes nothing.
+        """Raise what `set_blocks` would raise for the bytes of one part; change nothing.
 
-        With `known_values` the caller guarantees what `BlockLayout.is_good` finds out.
+        With `known_values` the caller guarantees the result of `BlockLayout.is_good`.
         """
         cdef Pieces pieces = Pieces([])
         cdef lib.joined_state joined
@@ -463,7 +462,7 @@ cdef class Blocks(State):
             self.lock.unlock()
 
     cdef int take_blocks(self, int part, list blocks, lib.block_run& run, Pieces pieces) except -1:
-        """Check that blocks are as long as they say, and remember where they lie."""
+        """Check the lengths of blocks and record their addresses."""
         cdef lib.block_span span
         cdef const uint8_t[::1] view
         cdef size_t cell = lib.block_layout_of(self.mem, self.v_trans(), <lib.memory_part>part).cell_bytes
@@ -512,7 +511,7 @@ cdef class Blocks(State):
     cdef int join_parts(
             self, lib.part_set which, lib.block_run& cells, lib.block_run& kept, StatePart state,
             Pieces pieces, lib.joined_state& joined) except -1:
-        """Put a state's bytes together: `pieces` holds the blocks, `joined` what is around them."""
+        """Join a state's bytes: `pieces` holds the blocks, `joined` the bytes around them."""
         cdef lib.state_piece after
         after.data = NULL
         after.size = 0
@@ -526,7 +525,7 @@ cdef class Blocks(State):
         return 0
 
     cdef int set_whole(self, int32_t seq, bint has_blocks, StatePart state) except -1:
-        """Put back all that a sequence of this very context held."""
+        """Restore a whole sequence of this context."""
         if has_blocks or state is None or state.context is None or state.context() is not self:
             raise UnsupportedOperation(
                 "blocks", f"the layout of {lib.class_name(self.mem).decode()} is not known here: it takes "
@@ -534,11 +533,11 @@ cdef class Blocks(State):
         self.has_states("blocks", True)
         return self.put_known(seq, Pieces([state.data]))
 
-    # With all other parts in one state, as the prefix cache has them until it is built on parts.
+    # Blocks with all other parts in one partial state.
 
     def set_blocks_and_rest(
             self, seq_id, list blocks not None, Partial rest=None, *, bint known_values=False):
-        """Make a sequence hold the cells of blocks from position 0 on, and beside them a partial state."""
+        """Restore a sequence from blocks, starting at position 0, and a partial state."""
         cdef Pieces pieces = Pieces([])
         cdef lib.joined_state joined
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
@@ -556,7 +555,7 @@ cdef class Blocks(State):
 
     def check_blocks_and_rest(
             self, list blocks not None, Partial rest=None, *, bint known_values=False):
-        """Raise what `set_blocks_and_rest` would because of the bytes; changes nothing."""
+        """Raise what `set_blocks_and_rest` would raise for the bytes; change nothing."""
         cdef Pieces pieces = Pieces([])
         cdef lib.joined_state joined
         cdef vector[lib.state_block] found

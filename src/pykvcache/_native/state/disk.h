@@ -1,4 +1,4 @@
-// What the system can do for a file that the C library and Python have no plain call for.
+// File operations of the system that neither the C library nor Python provides.
 #pragma once
 
 #include <cerrno>
@@ -10,11 +10,11 @@
 
 namespace pykv {
 
-// Claim the blocks of a new file; 0, or the error where there is no room. A file system that cannot
-// do it does nothing, rather than posix_fallocate(), which would write into every block.
+// Reserve the blocks of a new file; returns 0 or an errno if the disk is full. Does nothing if the file system cannot
+// reserve; posix_fallocate() would write to every block instead.
 inline int claim_blocks(int fd, int64_t size) noexcept {
 #ifdef __linux__
-    // Not again after EINTR: where signals undo it (tmpfs of older kernels), a timer's would for ever.
+    // No retry after EINTR: where a signal undoes the work (tmpfs on older kernels), a timer would cause an endless loop.
     const int code = fallocate(fd, 0, 0, off_t(size));
     if (code != 0 && (errno == ENOSPC || errno == EFBIG || errno == EDQUOT || errno == EIO)) {
         return errno;

@@ -1,11 +1,11 @@
-# States of the part that cannot be rewound: the window, the recurrent state, or both.
+# Partial states: the parts that cannot be rewound (window, recurrent state, or both).
 #
-# The attention part is not in them: it must still hold what it held when
-# such a state was taken. its prefix version tells.
+# They exclude the attention part, which must be unchanged since the state was taken; the prefix
+# version checks that.
 
 @cython.final
 cdef class Partial:
-    """Bytes that go back into one sequence of one context."""
+    """Bytes that can be restored to one sequence of one context."""
 
     cdef object __weakref__
     cdef object context
@@ -13,7 +13,7 @@ cdef class Partial:
     cdef uint8_t[::1] data
     cdef readonly int32_t seq_id, pos, first
     cdef readonly str memory_kind
-    #: Whether a window has all that the last token saw: others take what the next does not see.
+    #: Whether the window has all cells that the last token saw.
     cdef readonly bint has_last_window
 
     def __init__(self, *args, **kwargs):
@@ -26,38 +26,38 @@ cdef class Partial:
 
     @property
     def content(self):
-        """The bytes, without a copy; nobody may change them."""
+        """The bytes, without a copy; they must not be changed."""
         return _array(self.data, np.uint8)
 
     @property
     def is_valid(self):
-        """Whether the sequence still holds, up to `pos`, what it held."""
+        """Whether the sequence is unchanged up to `pos`."""
         cdef Partials ctx = self.context()
         return ctx is not None and not ctx.is_closed and not ctx.broken and ctx.still_holds(self)
 
 
 cdef class Partials(Blocks):
-    """``llama_state_seq_*_ext`` with ``LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY``, where they fit only."""
+    """``llama_state_seq_*_ext`` with ``LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY``, behind checks."""
 
     cdef bint still_holds(self, Partial state) noexcept:
-        # A state that is all of its memory, or that of an empty sequence, needs nothing else.
+        # Complete already: the whole memory, or an empty sequence.
         return (self.is_all() or state.pos < 0
                 or self.seqs.is_version(state.seq_id, state.version))
 
     @property
     def has_layout(self):
-        """Whether how states are laid out is known here, so that others' can be checked."""
+        """Whether the layout of states is known, so that foreign ones can be checked."""
         self.check_open()
         return lib.has_layout(self.mem)
 
     @property
     def has_rest(self):
-        """Whether states have parts that no block holds, which cannot be rewound."""
+        """Whether states have parts outside blocks, which cannot be rewound."""
         self.check_open()
         return lib.has_rest(self.mem)
 
     cdef bint is_all(self) noexcept:
-        """Whether such states are all that a sequence holds."""
+        """Whether partial states are the whole sequence."""
         return self.kind == lib.MEMORY_RECURRENT or not lib.has_layout(self.mem)
 
     cdef int has_partial(self, str operation, bint inside=True) except -1:
@@ -68,7 +68,7 @@ cdef class Partials(Blocks):
         return 0
 
     def get_partial_state(self, seq_id):
-        """Copy the part of a sequence that cannot be rewound."""
+        """Copy the parts of a sequence that cannot be rewound."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         cdef Partial state
         cdef Plan plan
@@ -93,9 +93,9 @@ cdef class Partials(Blocks):
             self.lock.unlock()
 
     def make_partial_state(self, uint8_t[::1] content not None, first, pos):
-        """Return a state from the bytes of one that another context of this layout took.
+        """Return a state from the bytes that another context of this layout took.
 
-        It goes back by `set_blocks`, and by `set_partial_state` with an id.
+        Restore it with `set_blocks`, or with `set_partial_state` and an id.
         """
         cdef Partial state
         cdef vector[lib.state_block] blocks
@@ -111,14 +111,14 @@ cdef class Partials(Blocks):
             state.seq_id = 0
             state.pos = _int(pos, "pos", 0, INT32_MAX - 1)
             state.first = _int(first, "first", 0, state.pos)
-            state.version = 0  # the name of nothing: it goes with no sequence by itself
+            state.version = 0  # no version: it belongs to no sequence by itself
             state.has_last_window = self.window_is_in(pieces, blocks, state.pos)
             return state
         finally:
             self.lock.unlock()
 
     cdef bint window_is_in(self, Pieces pieces, vector[lib.state_block]& blocks, int32_t pos) except -1:
-        """Whether a state has every cell of a window that the token at a position sees before it."""
+        """Return whether a state has every window cell that the token at a position sees."""
         cdef int32_t begin = lib.window_start(self.mem, pos)
         cdef int32_t[::1] positions, ext
         cdef lib.state_part part
@@ -139,10 +139,10 @@ cdef class Partials(Blocks):
         return True
 
     def set_partial_state(self, Partial state not None, seq_id=None):
-        """Make a sequence hold what it held when the state was taken, or change nothing.
+        """Restore a sequence to the time when the state was taken; all or nothing.
 
-        With `seq_id` another sequence; the caller guarantees that its tokens up to the state's
-        position are the very same, computed in the same way.
+        With `seq_id`, another sequence. The caller guarantees that its tokens up to the state's
+        position are equal and were computed in the same way.
         """
         cdef int32_t seq = state.seq_id if seq_id is None else _seq(seq_id, self.n_seq_max)
         self.lock_write()
@@ -162,7 +162,7 @@ cdef class Partials(Blocks):
                 self.remove_from(seq, lib.REMOVE_WHOLE, 0, INT32_MAX)
             elif (self.kind == lib.MEMORY_SLIDING_WINDOW
                     and lib.window_intact(self.mem, seq, state.pos + 1)):
-                # Nothing that the next token sees has been dropped: less to lose than to copy.
+                # All cells that the next token sees are still there: a rewind is cheaper than a copy.
                 self.raise_refused(self.seqs.rewind(seq, state.pos), seq, "seq_rm")
             elif not lib.has_layout(self.mem):
                 self.put_known(seq, Pieces([state.data]))
@@ -174,10 +174,10 @@ cdef class Partials(Blocks):
     def put_parts(
             self, seq_id, n, list window=None, window_first=0, StatePart state=None, *,
             bint known_values=False):
-        """Make a sequence that holds its first n tokens go back to them; its attention cells stay.
+        """Rewind a sequence to its first n tokens; its attention cells stay.
 
-        Window and state are as for `set_blocks`, and the caller guarantees that they belong to these tokens.
-        `PartialStateError` where attention cells are missing; all or nothing.
+        Window and state are as in `set_blocks`; the caller guarantees that they belong to these tokens.
+        `PartialStateError` if attention cells are missing; all or nothing.
         """
         cdef int32_t seq = _seq(seq_id, self.n_seq_max), end = _int(n, "n", 1, INT32_MAX)
         cdef Pieces pieces = Pieces([])
@@ -203,13 +203,13 @@ cdef class Partials(Blocks):
             self.lock.unlock()
 
     cdef int check_prefix_is_there(self, int32_t first, int32_t last, int32_t seq) except -1:
-        """Refuse a sequence whose attention part lacks a cell of these positions."""
+        """Refuse a sequence whose attention part lacks one of these positions."""
         cdef int32_t lo = 0, hi = 0
         if self.is_all() or last < 0:
             return 0
         if (not lib.extent(self.mem, seq, lo, hi) or lo != first
                 or lib.last_before(self.mem, seq, last + 1) != last
-                # Without a hole, also after the last position: cells there would count for one before it.
+                # No holes, even after the last position: a cell there could make up for a hole before it.
                 or lib.n_held(self.mem, seq) < <size_t>(hi - lo + 1)):
             raise PartialStateError(
                 f"sequence {seq} does not hold the positions {first} to {last} "
@@ -219,7 +219,7 @@ cdef class Partials(Blocks):
     cdef int put_part(
             self, Pieces pieces, int32_t seq, int32_t first, int32_t last, uint64_t version,
             lib.part_set known=lib.NO_PARTS) except -1:
-        """Replace the parts beside the attention cells, of which those up to `last` stay."""
+        """Replace all parts but attention, which keeps its cells up to `last`."""
         cdef int32_t code
         cdef vector[lib.state_block] blocks
         cdef lib.joined_state shorter
@@ -227,9 +227,9 @@ cdef class Partials(Blocks):
         if lib.windowed(self.mem):
             self.fit(seq, lib.PARTIAL_PARTS, blocks, pieces, shorter)
         self.need_room(seq, blocks)
-        # A copy between streams that waits would overwrite what is put back.
+        # A pending copy between streams would overwrite the restored cells.
         self.apply_pending()
         with nogil:
             code = self.seqs.put_part(seq, pieces.pieces, first, last, version)
-        # Room and layout were checked: what is left to fail leaves the context unusable.
+        # Room and layout are checked; any other failure leaves the context unusable.
         return self.raise_caught(code, "set_partial_state")

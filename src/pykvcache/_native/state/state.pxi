@@ -1,4 +1,4 @@
-# States: a sequence's cells, or a whole context's, as bytes in llama.cpp's own layout.
+# States: cells of a sequence or context as bytes in llama.cpp's layout.
 
 cdef dict _PART_NAMES = {
     lib.PART_ATTENTION: "attention",
@@ -19,14 +19,14 @@ cdef dict _FAULTS = {
 }
 
 
-# What the raw state of a sequence begins with, which llama.cpp's own file of it leaves out.
+# Head of a sequence's raw state, which llama.cpp's own files omit.
 sequence_state_head = (<uint32_t>lib.SEQ_MAGIC).to_bytes(4, "little") + bytes(4)
-# Versions of llama.cpp's own files, of a sequence and of a context: `llama_state_seq_save_file`.
+# Versions of llama.cpp's own files of a sequence and of a context.
 state_file_versions = (int(lib.LLAMA_STATE_SEQ_VERSION), int(lib.LLAMA_SESSION_VERSION))
 
 
 def claim_blocks(int fd, int64_t size):
-    """Claim the disk's blocks for a new file; OSError where there is no room."""
+    """Reserve disk blocks for a new file; OSError if the disk is full."""
     cdef int code = 0
     if size > 0:
         with nogil:
@@ -36,14 +36,14 @@ def claim_blocks(int fd, int64_t size):
 
 
 def trim_memory():
-    """Let the allocator give back to the system what small blocks have left."""
+    """Return the allocator's free memory to the system."""
     with nogil:
         lib.trim_memory()
 
 
 @cython.internal
 cdef class Pieces:
-    """Buffers that together are one state; holds them while C reads them."""
+    """Buffers that form one state, held while C reads them."""
 
     cdef list views
     cdef vector[lib.state_piece] pieces
@@ -65,7 +65,7 @@ cdef class Pieces:
 
 @cython.internal
 cdef class Plan:
-    """What a state that is about to be written has in it; made and used in one hold of the lock."""
+    """Plan of a state to be written; created and used under one hold of the lock."""
 
     cdef lib.seq_state* one
     cdef size_t size
@@ -75,10 +75,10 @@ cdef class Plan:
 
 
 cdef class State(Arrays):
-    """``llama_state_*`` with pending updates applied first and failures undone."""
+    """``llama_state_*`` that applies pending updates first and undoes failures."""
 
     def state_layout(self, str operation not None="get_state"):
-        """Return what states of this memory are made of, a dict per part, in their order."""
+        """Return the layout of this memory's states, a dict per part, in order."""
         cdef lib.state_part part
         cdef lib.state_rows rows
         self.lock_read()
@@ -108,13 +108,13 @@ cdef class State(Arrays):
         return not self.effective.flash_attn
 
     cdef bint two_threads(self) noexcept:
-        """Whether large states may be copied by two threads: no more than the context was given."""
+        """Whether large states may be copied by two threads, as the context's thread count allows."""
         return self.effective.n_threads_batch > 1
 
     # Out -----------------------------------------------------------------------------
 
     def state_size(self, seq_id):
-        """Bytes of a state that is taken now (``llama_state_get_size``)."""
+        """Return the size of a state taken now (``llama_state_get_size``)."""
         cdef int32_t seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
         self.lock_read()
         try:
@@ -124,9 +124,9 @@ cdef class State(Arrays):
             self.lock.unlock()
 
     def get_state(self, seq_id, uint8_t[::1] out, bint spare=False):
-        """Copy a sequence's cells, or with None all (``llama_state_get_data``).
+        """Copy a sequence's cells, or with None the context's (``llama_state_get_data``).
 
-        `spare`: also window cells that llama.cpp leaves out, with which it can be cut by up to a window.
+        `spare` adds window cells that llama.cpp omits, for truncating the sequence by up to a window.
         """
         cdef int32_t seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
         cdef Plan plan
@@ -145,9 +145,9 @@ cdef class State(Arrays):
             self.lock.unlock()
 
     def take_state(self, seq_id, bint spare=False):
-        """Return a state, and (sequence, first position) of what is in it, both from one hold of the lock.
+        """Return a state and its (sequence, first position) pairs, from one hold of the lock.
 
-        `spare` as for `get_state`.
+        `spare` as in `get_state`.
         """
         cdef int32_t s, seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
         cdef int32_t lo = 0, hi = 0
@@ -166,7 +166,7 @@ cdef class State(Arrays):
             self.lock.unlock()
 
     cdef int readable(self, str operation, int32_t seq, bint inside=False) except -1:
-        """Refuse where bytes could not say what the memory holds; then apply what is pending."""
+        """Refuse if bytes could not describe the memory; then apply pending updates."""
         cdef int32_t s
         self.has_states(operation, inside)
         self.check_usable()
@@ -179,7 +179,7 @@ cdef class State(Arrays):
         return 0
 
     cdef int has_states(self, str operation, bint inside=False) except -1:
-        """Refuse where there are none; `inside`: they stay with this context, and need no check."""
+        """Refuse if there are no states; `inside`: they stay in this context and need no check."""
         self.need_memory(operation)
         if not inside and not lib.has_layout(self.mem):
             raise UnsupportedOperation(
@@ -189,9 +189,9 @@ cdef class State(Arrays):
         return 0
 
     cdef Plan plan(self, int32_t seq, bint partial=False, int32_t window_from=INT32_MAX):
-        """What of a sequence, or with -1 of the context; `partial`: what of it cannot be rewound.
+        """Plan the state of a sequence, or with -1 of the context; `partial`: only what cannot be rewound.
 
-        `window_from`: with the window cells from there on that llama.cpp leaves out.
+        `window_from`: first window cell to include, also cells that llama.cpp omits.
         """
         cdef Plan plan = Plan.__new__(Plan)
         if not lib.has_layout(self.mem):
@@ -246,9 +246,9 @@ cdef class State(Arrays):
             limit=found.limit if found.counted else None)
 
     def set_state(self, seq_id, list buffers not None, list firsts):
-        """Make a sequence, or with None the context, hold what a state holds; or change nothing.
+        """Restore a sequence, or with None the context, from a state; all or nothing.
 
-        `firsts` has (sequence, first position) of recurrent states, which the bytes do not tell.
+        `firsts` has (sequence, first position) pairs of recurrent states, which the bytes do not contain.
         """
         cdef int32_t seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
         pieces = Pieces(buffers)
@@ -284,7 +284,7 @@ cdef class State(Arrays):
     cdef int fit(
             self, int32_t seq, lib.part_set which, vector[lib.state_block]& blocks, Pieces pieces,
             lib.joined_state& shorter) except -1:
-        """Leave out the oldest window cells, where a window's cache has no room for more than is seen."""
+        """Drop the oldest window cells if the window has no room for more than the visible ones."""
         cdef int32_t code = lib.state_fit(
             self.mem, self.v_trans(), seq, self.n_seq_max, blocks, pieces.pieces, shorter)
         if code == lib.CAUGHT:
@@ -298,7 +298,7 @@ cdef class State(Arrays):
     cdef bint place(
             self, int32_t seq, vector[lib.state_block]& blocks, Pieces pieces,
             const int32_t* begin) except -1:
-        """Replace what is there without a copy of it, where nothing can fail; else False."""
+        """Replace the contents in place if nothing can fail; else return False."""
         cdef bint v_trans = self.v_trans(), two = self.two_threads()
         cdef int32_t code
         with nogil:
@@ -308,7 +308,7 @@ cdef class State(Arrays):
         return code
 
     cdef int put(self, int32_t seq, Pieces pieces, const int32_t* begin) except -1:
-        """Replace what is there; what llama.cpp refuses leaves it as it was."""
+        """Replace the contents; restore them if llama.cpp refuses."""
         cdef int32_t code
         cdef Plan plan = self.plan(seq, False, 0 if lib.windowed(self.mem) else INT32_MAX)
         before = Pieces([self.read_state(plan, np.empty(plan.size, np.uint8))])
@@ -327,14 +327,14 @@ cdef class State(Arrays):
         return 0
 
     cdef int put_known(self, int32_t seq, Pieces pieces) except -1:
-        """Put all of a sequence back, as this context gave it out: nobody else knows its layout."""
+        """Restore a whole sequence from bytes that this context made, of unknown layout."""
         cdef int32_t begin[MAX_SEQ]
         memset(begin, 0, sizeof(begin))
         self.apply_pending()
         return self.put(seq, pieces, begin)
 
     cdef int need_room(self, int32_t seq, vector[lib.state_block]& blocks) except -1:
-        """Refuse what cannot fit: llama.cpp would find out with the sequence already gone."""
+        """Refuse a state that cannot fit: llama.cpp would notice only after clearing the sequence."""
         cdef lib.state_block block
         cdef size_t room, taken
         for block in blocks:
@@ -348,7 +348,7 @@ cdef class State(Arrays):
             if block.part != lib.PART_ATTENTION or block.kind != lib.BLOCK_CELLS:
                 continue
             if self.streams:
-                return 0  # a stream belongs to the sequence; the check has compared the sizes
+                return 0  # the stream belongs to the sequence, and the check has compared sizes
             room = self.n_ctx
             taken = lib.n_used(self.mem, lib.PART_ATTENTION)
             if taken + block.n_cells > room:

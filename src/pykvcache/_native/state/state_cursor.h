@@ -1,4 +1,4 @@
-// Reading a state's bytes, which may lie in several pieces.
+// Reads a state's bytes from several pieces.
 #pragma once
 
 #include <algorithm>
@@ -32,7 +32,7 @@ class cursor {
         }
     }
 
-    // A run of bytes; copied only where it crosses pieces.
+    // Take a run of bytes; copied only if it crosses pieces.
     template <class F> void take(uint64_t n, F && use) {
         while (n > 0) {
             if (i == pieces.size()) {
@@ -59,12 +59,12 @@ class cursor {
         return value;
     }
 
-    // The next bytes where they lie, if all of them lie in one piece; not taken.
+    // Peek at the next bytes, if they are in one piece.
     const uint8_t * direct(uint64_t n) const {
         return i < pieces.size() && n <= pieces[i].size - inside ? pieces[i].data + inside : nullptr;
     }
 
-    // Another one over the same bytes, that begins at a byte of them.
+    // A cursor over the same bytes that starts at an offset.
     cursor from(uint64_t offset) const {
         cursor other(pieces);
         other.skip(offset);

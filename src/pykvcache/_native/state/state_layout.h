@@ -1,10 +1,10 @@
-// The layout of llama.cpp's state bytes, described once. All code that writes, counts, checks or reads a state
-// goes through these functions; docs/state-format.md shows the same layout as text. Packed, little-endian.
+// The only description of llama.cpp's state layout in code: everything that writes, counts, checks or reads a state
+// uses these functions. docs/state-format.md has it as text. Packed, little-endian.
 //
-// A visitor is what the bytes come from or go to:
+// A visitor reads or writes the bytes:
 //   magic(value), id(seq), name(arch)   the head
-//   field(value, what, rows)            a number that is known: written, or read and compared
-//   cells(part, stream)                 the number of cells of a stream and their records; returns the number
+//   field(value, what, rows)            a known number: written, or read and compared
+//   cells(part, stream)                 a stream's number of cells and their records; returns the number
 //   rows(part, stream, rows, n)         n rows of one kind
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace pykv {
 
-constexpr uint32_t SEQ_MAGIC = 0xaf143cd8;  // what a sequence's state begins with
+constexpr uint32_t SEQ_MAGIC = 0xaf143cd8;  // start of a sequence's state
 constexpr size_t   SEQ_HEAD_BYTES = sizeof(uint32_t) + sizeof(llama_seq_id);
 
 // `seq` is -1 for a whole context's state.
@@ -27,7 +27,7 @@ template <class Visitor> void visit_head(Visitor & to, llama_seq_id seq, const c
     }
 }
 
-// A cell: its position, the number of its sequences, its extension where the part has one, and its sequences.
+// A cell record: position, number of sequences, extension if the part has one, sequence ids.
 constexpr size_t CELL_EXT_BYTES = 3 * sizeof(int32_t);  // llama_kv_cell_ext
 
 constexpr size_t cell_head_bytes(bool extended) {
@@ -37,7 +37,7 @@ constexpr size_t cell_head_bytes(bool extended) {
 struct cell_head {
     llama_pos       pos;
     uint32_t        n_ids;
-    const uint8_t * ext;  // null where the part has none
+    const uint8_t * ext;  // null if the part has none
 };
 
 inline cell_head read_cell_head(const uint8_t * at, bool extended) {
@@ -48,7 +48,7 @@ inline cell_head read_cell_head(const uint8_t * at, bool extended) {
     return head;
 }
 
-// Cells of one sequence name it, but in a recurrent part, where they name none.
+// Number of ids in a cell of a sequence's state: 1, but 0 in a recurrent part.
 inline uint32_t n_ids_of_one(const state_part & part) { return part.part == PART_RECURRENT ? 0 : 1; }
 
 // Bytes of a cell in the state of one sequence.
@@ -91,7 +91,7 @@ template <class Visitor> void visit_part(Visitor & to, const state_part & part, 
     }
 }
 
-// What visitors that write have in common; `Derived` has bytes(data, n).
+// Base of writing visitors; `Derived` has bytes(data, n).
 template <class Derived> class state_output {
   public:
     void magic(uint32_t value) { put(value); }

@@ -1,4 +1,4 @@
-// A state's bytes around arrays, and arrays out of a state's records.
+// Builds a state's bytes around arrays, and reads arrays from a state's records.
 #include <algorithm>
 
 #include "guarded.h"
@@ -50,7 +50,7 @@ class array_writer : public piece_writer {
     size_t                           kind = 0;
 };
 
-// Writes the window part of a state again, with its cells from a position on.
+// Rewrites the window part of a state with its cells from a position on.
 class window_writer : public piece_writer {
   public:
     window_writer(joined_state & out, const std::vector<state_piece> & from, const std::vector<state_block> & blocks)
@@ -78,10 +78,10 @@ class window_writer : public piece_writer {
         }
     }
 
-    std::vector<uint32_t> kept = {};  // which cells, ascending
+    std::vector<uint32_t> kept = {};  // kept cells, ascending
 
   private:
-    // The kept ones of the pieces of `size` bytes, one for each cell, that begin at a byte.
+    // Of consecutive pieces of `size` bytes, one per cell, write those of kept cells.
     void copy(uint64_t begin, size_t size, size_t n) {
         uint8_t * to = n * size > 0 ? room(n * size) : nullptr;
         cursor    in = all.from(begin);
@@ -98,7 +98,7 @@ class window_writer : public piece_writer {
     size_t                           next = 0;
 };
 
-// Position of each cell of one sequence.
+// Positions of the cells of one sequence.
 std::vector<llama_pos> positions_of(const cursor & all, const state_block & block, size_t size) {
     std::vector<llama_pos> positions(block.n_cells);
     cursor                 in = all.from(block.offset);
@@ -109,7 +109,7 @@ std::vector<llama_pos> positions_of(const cursor & all, const state_block & bloc
     return positions;
 }
 
-// Where the window cells begin that fit: at most `room` of them, or what the next token sees.
+// First window cell to keep: at most `room` cells, but at least those that the next token sees.
 llama_pos fitting(const memory * m, std::vector<llama_pos> positions, size_t room) {
     std::sort(positions.rbegin(), positions.rend());
     const llama_pos needed = window_start(m, positions.front() + 1);
@@ -141,7 +141,7 @@ int32_t state_fit(const memory * m, bool v_trans, llama_seq_id seq, uint32_t n_s
                 writer.kept.push_back(i);
             }
         }
-        // A number of streams, and for each a number of cells: of the others there are none.
+        // The number of streams, and a number of cells for each: 0 for streams that are not given.
         const uint64_t begin = cells.offset - (2 + cells.stream) * sizeof(uint32_t);
         const uint64_t end = of_window.back().offset + of_window.back().size + (part.n_stream - 1 - cells.stream) * sizeof(uint32_t);
         if (writer.kept.size() == cells.n_cells) {

@@ -1,5 +1,5 @@
-// A sequence's state, written without llama.cpp's walk: that one asks every cell for every
-// sequence, twice, which costs as much as copying the cells of a small model.
+// Writes a sequence's state without llama.cpp's walk, which checks every cell for every sequence, twice. That costs
+// as much as copying the cells of a small model.
 #include <cstring>
 #include <new>
 
@@ -15,7 +15,7 @@ namespace pykv {
 
 namespace {
 
-// The cells that a state of this sequence holds, in their order in the cache.
+// The cells of this sequence's state, in cache order.
 std::vector<live_cell> cells_to_write(const memory * m, memory_part part, llama_seq_id seq, llama_pos window_from) {
     const llama_kv_cells & cells = cache_of(m, part)->get_cells(seq);
     const llama_pos last = cells.seq_pos_max(seq);
@@ -25,7 +25,7 @@ std::vector<live_cell> cells_to_write(const memory * m, memory_part part, llama_
             continue;
         }
         const llama_pos pos = cells.pos_get(i);
-        // What no later query can see is left out, as llama.cpp does.
+        // Omits cells that no later query sees, like llama.cpp.
         if (part != PART_WINDOW || pos >= window_from || !llama_hparams::is_masked_swa(m->hparams->n_swa, m->hparams->swa_type, pos, last)) {
             result.push_back({pos, i});
         }
@@ -35,7 +35,7 @@ std::vector<live_cell> cells_to_write(const memory * m, memory_part part, llama_
 
 int which_of(const state_rows & rows) { return rows.kind == BLOCK_K ? 0 : 1; }
 
-// Counts what is going to be written.
+// Counts the bytes to be written.
 class byte_counter : public state_output<byte_counter> {
   public:
     void bytes(const void *, size_t n) { size += n; }
@@ -49,18 +49,18 @@ class byte_counter : public state_output<byte_counter> {
 
     void rows(const state_part &, uint32_t, const state_rows & rows, uint32_t n) { size += rows.row_bytes * n; }
 
-    uint32_t own = 0, n_cells = 0;  // of the part that is counted now
+    uint32_t own = 0, n_cells = 0;  // of the current part
     size_t   size = 0;
 };
 
-// Rows of one tensor, and where they go.
+// Rows of one tensor, and their destination.
 struct rows_job {
     size_t     part;
     state_rows rows;
     uint8_t *  dst;
 };
 
-// Writes all but the rows of K and V, which are to be copied then.
+// Writes everything but the rows of K and V, which are copied afterwards.
 class head_writer : public byte_writer {
   public:
     head_writer(uint8_t * dst, llama_seq_id seq, std::vector<rows_job> & jobs) : byte_writer(dst), seq(seq), jobs(jobs) {}
@@ -82,7 +82,7 @@ class head_writer : public byte_writer {
         at += rows.row_bytes * n;
     }
 
-    // The part that is written now.
+    // The current part.
     size_t                         i = 0;
     uint32_t                       own = 0;
     const llama_kv_cells *         cache = nullptr;
@@ -102,7 +102,7 @@ class walked_state : public seq_state {
     const memory *                      m;
     llama_seq_id                        seq;
     std::vector<state_part>             parts;
-    std::vector<std::vector<live_cell>> cells;  // of each part; empty for the recurrent one
+    std::vector<std::vector<live_cell>> cells;  // per part; empty for the recurrent one
 };
 
 walked_state::walked_state(const memory * m, bool v_trans, llama_seq_id seq, llama_pos window_from) : m(m), seq(seq) {
@@ -145,7 +145,7 @@ void walked_state::write(uint8_t * dst, bool two) const {
         visit_part(out, part, state_rows_of(m, part.v_trans, part.part));
     }
     for (const rows_job & job : rows) {
-        // What a device has to be asked for is asked by one thread.
+        // Device reads are issued by one thread.
         two = two && tensor_at(m, parts[job.part].part, job.rows.layer, which_of(job.rows), seq).host;
     }
     counter jobs(rows.size());
@@ -155,7 +155,7 @@ void walked_state::write(uint8_t * dst, bool two) const {
             const auto &     held = cells[job.part];
             if (read_rows(m, parts[job.part].part, job.rows.layer, which_of(job.rows), seq, held, job.dst) == CAUGHT) {
                 if (caught_memory()) {
-                    throw std::bad_alloc();  // nothing has changed: the context stays usable
+                    throw std::bad_alloc();  // nothing has changed, so the context stays usable
                 }
                 throw std::runtime_error(caught());
             }

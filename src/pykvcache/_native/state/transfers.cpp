@@ -1,4 +1,4 @@
-// How many times a device is asked, and for what.
+// Batches transfers to and from devices, and counts them.
 #include "transfers.h"
 
 #include <algorithm>
@@ -12,10 +12,10 @@ namespace pykv {
 
 namespace {
 
-// A device moves about so many bytes in the time of one more request: what lies no farther away goes along.
-// A write that takes along what lies between has to read it first.
+// Gaps up to this size are transferred along, because one more request costs as much as this many bytes. A write has
+// to read the gap first.
 constexpr size_t REACH = size_t(128) << 10, REACH_OVER = size_t(16) << 10;
-// Of bytes that are copied once more on their way, and of requests that wait.
+// Limits of staged bytes and of queued requests.
 constexpr size_t MOST_STAGED = size_t(16) << 20, MOST_PARTS = size_t(1) << 16;
 
 std::atomic<bool>     hidden{false}, hidden_even{false};
@@ -37,7 +37,7 @@ void copy(const ggml_tensor * t, size_t offset, size_t size, const uint8_t * fro
 }
 
 #ifdef PYKVCACHE_HAS_GGML_BACKEND_TENSOR_GET_2D
-// Whether n runs of `size` bytes at even distances were copied by one request; elsewhere ggml would make n of it.
+// Copy n evenly spaced runs of `size` bytes in one request; false if the backend would need n requests.
 bool copy_even(const ggml_tensor * t, size_t offset, size_t size, size_t n, size_t stride, uint8_t * to, size_t to_stride) {
     if (!t->buffer->iface.get_tensor_2d && !hidden_even) {
         return false;
@@ -101,7 +101,7 @@ template <class Bytes> void tensor_copies<Bytes>::add(const ggml_tensor * t, siz
     parts.push_back({offset, size, bytes});
 }
 
-// Runs of the same size at even distances on both sides, as those of transposed values are.
+// Evenly spaced runs of equal size on both sides, as with transposed values.
 template <class Bytes> bool tensor_copies<Bytes>::as_one() {
     if (parts.size() < 2 || parts[1].offset < parts[0].offset + parts[0].size || parts[1].bytes < parts[0].bytes + parts[0].size) {
         return false;
@@ -117,7 +117,7 @@ template <class Bytes> bool tensor_copies<Bytes>::as_one() {
     return copy_even(owner, parts[0].offset, parts[0].size, parts.size(), stride, parts[0].bytes, size_t(apart));
 }
 
-// One request for parts in the order of their offsets, and for what lies between them.
+// One request for parts, sorted by offset, and the gaps between them.
 template <class Bytes> void tensor_copies<Bytes>::together(parts_end begin, parts_end end) {
     const size_t first = begin->offset, size = (end - 1)->offset + (end - 1)->size - first;
     staging.resize(size);
@@ -159,7 +159,7 @@ template <class Bytes> void tensor_copies<Bytes>::run() {
             end = next->offset + next->size;
             ++next;
         }
-        // Three at least for what has to be read first.
+        // At least three parts if the gaps must be read first.
         if (!reading && next - it == 2 && end - it->offset > it->size + (it + 1)->size) {
             --next;
         }

@@ -1,4 +1,4 @@
-// Sets of characters, and running the programs of matcher.h.
+// Character sets, and the interpreter of matcher.h's programs.
 #include "matcher.h"
 
 #include <algorithm>
@@ -109,7 +109,7 @@ template <class Char> bool matcher<Char>::match(uint32_t pc, uint32_t pos, uint3
                 }
                 break;
             case op::look: {
-                // As deep as the pattern nests, however long the text is.
+                // Recursion depth depends on the pattern, not on the text.
                 uint32_t ignored = 0;
                 ok               = match(pc + 1, pos, ignored, true) != in.negative;
                 pc               = in.to;
@@ -130,7 +130,7 @@ template <class Char> bool matcher<Char>::match(uint32_t pc, uint32_t pos, uint3
 }
 
 template <class Char> bool matcher<Char>::succeed(size_t base, bool ahead) {
-    // Whether something is ahead does not depend on how far it reaches.
+    // A lookahead's result does not depend on its length.
     for (size_t i = base; ahead && i < stack.size(); ++i) {
         const instruction & in = code[stack[i].pc];
         if (in.what == op::head) {
@@ -141,7 +141,7 @@ template <class Char> bool matcher<Char>::succeed(size_t base, bool ahead) {
     return true;
 }
 
-// To the last choice that has another way to go on.
+// Backtrack to the last choice with an alternative.
 template <class Char> bool matcher<Char>::go_back(size_t base, uint32_t & pc, uint32_t & pos) {
     while (stack.size() > base) {
         choice &            last = stack.back();
@@ -160,7 +160,7 @@ template <class Char> bool matcher<Char>::go_back(size_t base, uint32_t & pc, ui
                 return true;
             }
             mark(failed, in.memo, last.pos);
-        } else {  // a run: one character less
+        } else {  // a run: give up one character
             stretch & known = stretches[in.memo];
             if (known.begin <= last.pos && last.pos <= known.end && known.failed_from == last.pos + 1) {
                 known.failed_from = last.pos;
@@ -201,7 +201,7 @@ template <class Char> bool matcher<Char>::enter_run(uint32_t & pc, uint32_t & po
     }
     const uint32_t low = pos + in.min;
     if (in.max == UNBOUNDED) {
-        // Going on from any of [failed_from, end] is known to fail.
+        // Continuing from any of [failed_from, end] is known to fail.
         const uint32_t failed_from = stretches[in.memo].failed_from;
         if (low >= failed_from) {
             return false;

@@ -1,10 +1,9 @@
-// Regular expressions over long texts: those with which llama.cpp cuts a text into words.
+// Regular expressions for long texts: the ones with which llama.cpp splits text into words.
 //
-// std::regex calls itself once per character, and looks at a run of characters again from each
-// of its starts. Here choices lie on a stack of our own, and what failed once is not tried again:
-// the time grows with the text, whatever it is. The meaning is ECMAScript's (the first alternative
-// that leads to a match, loops as long as possible) over the part of it that llama.cpp uses;
-// anything else is a std::invalid_argument when the pattern is read.
+// std::regex recurses once per character and rescans runs of characters. Here choices are on an
+// explicit stack and failures are remembered, so the time is linear in any text. Semantics are
+// ECMAScript's (first matching alternative, greedy loops), limited to the syntax that llama.cpp
+// uses; other syntax is a std::invalid_argument when the pattern is parsed.
 #pragma once
 
 #include <bitset>
@@ -31,10 +30,10 @@ struct char_set {
 enum class op : uint8_t {
     one,    // a character of `set`
     run,    // `min` to `max` characters of `set`, as many as possible
-    split,  // go on with the next; if that fails, at `to`
-    jump,   // to `to`
-    head,   // of a loop over a group: its body comes next, its exit at `to`
-    look,   // the following up to `done` is (not, if `negative`) ahead; then at `to`
+    split,  // try the next instruction, then `to`
+    jump,   // go to `to`
+    head,   // head of a loop over a group: body follows, exit at `to`
+    look,   // lookahead: the code up to `done` must match (must not, if `negative`); continue at `to`
     end,    // of the text
     done,
 };
@@ -56,25 +55,25 @@ struct program {
     std::vector<char_set>    sets;
     uint32_t                 n_runs  = 0;
     uint32_t                 n_heads = 0;
-    bool                     consumes = true;  // every match has characters; otherwise none has
+    bool                     consumes = true;  // every match has characters; if false, none has
 };
 
-// Read `pattern`, whose characters are bytes or code points as in the text.
+// Parse `pattern`, of bytes or code points like the text.
 program read_pattern(const std::u32string & pattern);
 
 template <class Char> class matcher {
 public:
     matcher(const program & what) : code(what.code.data()), prog(what) {}
 
-    // Append the lengths of what matches in text[0, n) and of what lies between, as
-    // std::regex_iterator finds it.
+    // Append the lengths of the matches in text[0, n) and of the gaps between them, as
+    // std::regex_iterator finds them.
     void split(const Char * text, size_t n, std::vector<size_t> & lengths);
 
 private:
     struct choice {
         uint32_t pc, pos, low;
     };
-    // Of one `run`: the last stretch of its set, and from where on to its end going on failed.
+    // For one `run`: the last stretch of its set, and the position from which continuing fails.
     struct stretch {
         uint32_t begin = 1, end = 0, failed_from = 0;
     };

@@ -1,4 +1,4 @@
-// From a pattern's text to a program of matcher.h.
+// Compiles a pattern to a program of matcher.h.
 #include <algorithm>
 #include <stdexcept>
 
@@ -61,7 +61,7 @@ private:
         node all{shape::sequence};
         while (at < text.size() && text[at] != '|' && text[at] != ')') {
             node next = read_quantified();
-            // `(?=[a])[b]` is one character: in a loop it is a run.
+            // `(?=[a])[b]` is one character, so a loop over it is a run.
             if (next.what == shape::set && !all.kids.empty() && all.kids.back().what == shape::look &&
                 !all.kids.back().negative && all.kids.back().kids[0].what == shape::set) {
                 char_set neither = next.set.complement();
@@ -160,7 +160,7 @@ private:
         return look ? group : node(group.kids[0]);
     }
 
-    // Add what an escape stands for; its value, if it is one character.
+    // Add an escape's characters; return its value if it is a single character.
     uint32_t read_escape(char_set & set) {
         constexpr uint32_t MANY = UINT32_MAX;
         if (++at >= text.size()) {
@@ -229,7 +229,7 @@ private:
     size_t                 at = 0;
 };
 
-// How many characters a match has at least, and whether it can have any.
+// Minimum length of a match, and whether it can have characters.
 size_t shortest(const node & what) {
     size_t sum = 0, least = SIZE_MAX;
     switch (what.what) {
@@ -353,7 +353,7 @@ private:
 
 program read_pattern(const std::u32string & pattern) {
     const node all = reader(pattern).read();
-    // A match of nothing is known only where all are: std::regex_iterator looks again after one.
+    // Empty matches are supported only if all matches are empty: std::regex_iterator searches again after one.
     if (shortest(all) == 0 && all.what != shape::look) {
         refuse("may match nothing", 0);
     }

@@ -30,7 +30,7 @@ text_vocab::text_vocab(const llama_vocab * which) : vocab(which) {
             order.push_back(id);
         }
     }
-    // As llama.cpp sorts them: the order of those of one length is whatever std::sort makes of it.
+    // llama.cpp's order; the order among equal lengths is std::sort's.
     std::sort(order.begin(), order.end(), [&](llama_token a, llama_token b) { return length(a) > length(b); });
     for (const llama_token id : order) {
         const int attr = llama_vocab_get_attr(vocab, id);
@@ -58,9 +58,9 @@ const text_vocab::special * text_vocab::find(const char * text, size_t at, size_
     const special * low  = sorted.data() + first[lead];
     const special * high = sorted.data() + first[lead + 1];
     const special * best = nullptr;
-    // Those whose first `depth` bytes are the text's lie between low and high, the shortest first.
+    // [low, high) are the tokens whose first `depth` bytes match, shortest first.
     for (size_t depth = 1; low != high; ++depth) {
-        // Of two with the same text, the first in llama.cpp's order that is asked for.
+        // Of equal texts, take the first allowed one in llama.cpp's order.
         for (const special * one = low; one != high && one->text.size() == depth; ++one, ++low) {
             if ((one->always || parse_special) && (!best || best->text.size() < depth)) {
                 best = one;
@@ -77,7 +77,7 @@ const text_vocab::special * text_vocab::find(const char * text, size_t at, size_
 }
 
 std::vector<fragment> text_vocab::partition(const char * text, size_t size, bool parse_special) const {
-    // What may begin where: the first in llama.cpp's order first, and of one token the leftmost.
+    // Candidates, in llama.cpp's order, then leftmost.
     const auto            key = [](const special & one, size_t at) { return uint64_t(one.rank) << 32 | at; };
     std::vector<uint64_t> found;
     for (size_t at = 0; at < size; ++at) {
@@ -98,7 +98,7 @@ std::vector<fragment> text_vocab::partition(const char * text, size_t size, bool
             ++end;
         }
         if (end < begin + one.text.size()) {
-            // It does not fit any more: a shorter one may, in its turn.
+            // Blocked by an earlier token; a shorter one may still fit.
             if (const special * shorter = end > begin ? find(text, begin, end, parse_special) : nullptr) {
                 queue.push(key(*shorter, begin));
             }
@@ -168,7 +168,7 @@ void text_vocab::tokenize(const char * text, size_t size, bool add_special, bool
             if (one.token >= 0) {
                 out.push_back(one.token);
             } else {
-                // It comes after a special token or at the start: llama.cpp, too, begins it anew.
+                // After a special token or at the start, a fragment is tokenized anew, as in llama.cpp.
                 append(text + one.begin, one.end - one.begin, false, out);
             }
         }

@@ -1,7 +1,7 @@
-// Text to tokens: llama_tokenize over the stretches between special tokens, which are found here.
+// Tokenizes text: finds special tokens, and calls llama_tokenize on the fragments between them.
 //
-// llama.cpp looks for one special token after the other, and walks a list from its start for each
-// that it finds: the time grows with the square of their number. The outcome here is the same.
+// llama.cpp searches one special token after the other and walks a list for each hit, in quadratic
+// time. The result here is the same.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace pykv {
 
-// What a text is made of: a special token (`token` >= 0), or the bytes from `begin` to `end`.
+// A fragment of text: a special token (`token` >= 0), or the bytes [begin, end).
 struct fragment {
     size_t      begin, end;
     llama_token token;
@@ -20,7 +20,7 @@ struct fragment {
 
 struct token_list {
     std::vector<llama_token> tokens;
-    std::string              problem;  // why there are no tokens: what the vocabulary lacks
+    std::string              problem;  // what the vocabulary lacks; "" on success
 };
 
 class text_vocab {
@@ -28,7 +28,7 @@ public:
     text_vocab() = default;
     explicit text_vocab(const llama_vocab * vocab);
 
-    // The special tokens of a text, longest first as llama.cpp takes them, and what lies between.
+    // Split a text at special tokens, longest first, like llama.cpp.
     std::vector<fragment> partition(const char * text, size_t size, bool parse_special) const;
 
     void tokenize(const char * text, size_t size, bool add_special, bool parse_special, token_list & list) const;
@@ -41,20 +41,20 @@ private:
         bool        always, lstrip, rstrip;
     };
 
-    // The best that begins at text[at] and ends at `end` or before; null if none does.
+    // Best special token in text[at, end) that begins at `at`; null if none.
     const special * find(const char * text, size_t at, size_t end, bool parse_special) const;
     void            append(const char * text, size_t size, bool add_special, std::vector<llama_token> & out) const;
 
     const llama_vocab *   vocab = nullptr;
     std::vector<special>  sorted;         // by text
     std::vector<uint32_t> by_rank;        // positions in `sorted`
-    uint32_t              first[257] = {};  // where the texts begin that begin with a byte
+    uint32_t              first[257] = {};  // start of the texts of each first byte
 };
 
-// What SentencePiece makes of a text without special tokens.
+// SentencePiece's tokens of a text without special tokens.
 void tokenize_spm(const llama_vocab & vocab, const char * text, size_t size, std::vector<llama_token> & out);
 
-// llama_detokenize into a text of `limit` bytes at most; false if it is longer.
+// llama_detokenize into at most `limit` bytes; false if the text is longer.
 bool detokenize_to(const llama_vocab * vocab, const std::vector<llama_token> & tokens, bool remove_special,
                    bool unparse_special, size_t limit, std::string & out);
 

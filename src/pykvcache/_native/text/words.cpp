@@ -1,8 +1,8 @@
-// How text is cut into words before a BPE vocabulary sees it, in time that grows with the text.
+// Splits text into words for BPE, in linear time.
 //
-// llama.cpp's unicode.cpp is compiled here, inside the library `llama`, with two functions under
-// other names: matcher.h takes the place of std::regex, and bytes that are not Unicode
-// cost no exception each. The splitters that llama.cpp wrote by hand stay in use.
+// llama.cpp's unicode.cpp is compiled here, inside the library `llama`, with two functions renamed and
+// replaced: matcher.h instead of std::regex, and no exception per invalid byte. llama.cpp's
+// hand-written splitters stay in use.
 #include <algorithm>
 #include <cassert>
 #include <map>
@@ -32,7 +32,7 @@ namespace {
 
 constexpr uint32_t REPLACEMENT = 0xFFFD;
 
-// The number of bytes of the character at `at`; 0 if they are not a character.
+// Length in bytes of the character at `at`; 0 if invalid.
 size_t read_character(const std::string & text, size_t at, uint32_t & cpt) {
     const auto    byte = [&](size_t i) { return static_cast<uint8_t>(text[at + i]); };
     const uint8_t lead = byte(0);
@@ -47,7 +47,7 @@ size_t read_character(const std::string & text, size_t at, uint32_t & cpt) {
         }
         cpt = cpt << 6 | (byte(i) & 0x3F);
     }
-    return cpt > 0x10FFFF ? 0 : size;  // llama.cpp takes it, and cannot write it again
+    return cpt > 0x10FFFF ? 0 : size;  // llama.cpp reads larger ones, but cannot encode them
 }
 
 void append_utf8(std::string & out, uint32_t cpt) {
@@ -73,7 +73,7 @@ struct category {
     const char * name;
     int          flag;
 };
-// All letters are one category: llama.cpp does not tell them apart here.
+// All letters are one category, as in llama.cpp.
 constexpr category CATEGORIES[] = {
     {"\\p{N}", unicode_cpt_flags::NUMBER},      {"\\p{L}", unicode_cpt_flags::LETTER},
     {"\\p{P}", unicode_cpt_flags::PUNCTUATION}, {"\\p{M}", unicode_cpt_flags::ACCENT_MARK},
@@ -83,8 +83,8 @@ constexpr category CATEGORIES[] = {
 };
 struct stand_in {
     int          flag;
-    uint8_t      byte;   // for characters of the category outside ASCII
-    const char * ascii;  // those inside, as they stand in brackets
+    uint8_t      byte;   // stand-in for non-ASCII characters of the category
+    const char * ascii;  // its ASCII characters, in bracket syntax
 };
 constexpr stand_in STAND_INS[] = {
     {unicode_cpt_flags::NUMBER, 0xD1, "0-9"},
@@ -94,7 +94,7 @@ constexpr stand_in STAND_INS[] = {
     {unicode_cpt_flags::SYMBOL, 0xD5, "\\$\\+<->^`\\|\\~"},
 };
 constexpr uint8_t NO_CATEGORY = 0xD0;
-constexpr uint8_t SPACE       = 0x0B;  // any white space outside ASCII
+constexpr uint8_t SPACE       = 0x0B;  // any non-ASCII white space
 
 uint8_t collapse(uint32_t cpt) {
     if (cpt < 128) {
@@ -117,7 +117,7 @@ bool has_category(const std::string & pattern) {
                        [&](const category & one) { return pattern.find(one.name) != std::string::npos; });
 }
 
-// The pattern over bytes, with `\p{..}` as the category's stand-in and its ASCII characters.
+// Convert a pattern to bytes, with `\p{..}` as the category's stand-in and its ASCII characters.
 std::u32string collapse_pattern(const std::string & pattern) {
     std::u32string out;
     bool           inside = false;  // of brackets
@@ -155,7 +155,7 @@ struct pattern {
     pykv::program what;
 };
 
-// Reading one takes longer than matching a word. Per thread: no lock that a fork could leave closed.
+// Cached, because parsing takes longer than matching a word. Per thread, to avoid a lock that a fork could leave held.
 const pattern & known_pattern(const std::string & text) {
     static thread_local std::map<std::string, pattern> known;
     auto found = known.find(text);
@@ -173,7 +173,7 @@ const pattern & known_pattern(const std::string & text) {
     return found->second;
 }
 
-// Each space as a word of its own: no merge has one, and llama.cpp asserts that where it looks for a merge.
+// Each space becomes a separate word: no merge contains one, and llama.cpp asserts that.
 std::vector<std::string> split_at_spaces(const std::vector<std::string> & words) {
     std::vector<std::string> result;
     result.reserve(words.size());
@@ -224,7 +224,7 @@ std::vector<std::string> unicode_regex_split(const std::string & raw, const std:
     if (cpts.empty()) {
         return {};
     }
-    std::string text;  // as the splitters written by hand decode it to the same characters
+    std::string text;  // decodes to the same characters in llama.cpp's splitters
     text.reserve(raw.size());
     for (const uint32_t cpt : cpts) {
         append_utf8(text, cpt);

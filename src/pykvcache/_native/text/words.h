@@ -1,4 +1,4 @@
-// The words of a text by llama.cpp's patterns, by our matcher or by std::regex: tests compare the two.
+// Words of a text by llama.cpp's patterns, with our matcher or std::regex; tests compare both.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// Large copies on two threads: one core alone cannot use the memory's bandwidth.
+// Large copies on two threads, because one core cannot use the full memory bandwidth.
 #pragma once
 
 #include <atomic>
@@ -8,10 +8,10 @@
 
 namespace pykv {
 
-// Smaller copies are done before a second thread has begun. A thread of the team that has just computed still spins.
+// Smaller copies finish before a second thread starts. A compute thread still spins right after a decode.
 constexpr size_t WORTH_A_THREAD = size_t(512) << 10;
 
-// Hands out the numbers below n, each to one thread.
+// Distributes the numbers below n among threads.
 class counter {
   public:
     explicit counter(size_t n) : n(n) {}
@@ -27,8 +27,8 @@ class counter {
     std::atomic<size_t> next{0};
 };
 
-// Call `first` and then `copy` on this thread and, if `two`, `copy` on another one at the same time. `copy` takes
-// numbers from `jobs` until none is left. An exception of either thread is thrown here after both have ended.
+// Call `first`, then `copy` on this thread; if `two`, call `copy` on a second thread at the same time. `copy` takes
+// numbers from `jobs` until none is left. Rethrows an exception of either thread after both have ended.
 template <class First, class Copy> void with_copy_threads(bool two, counter & jobs, First && first, Copy && copy) {
     struct copying final : team {
         counter & jobs;

@@ -1,7 +1,7 @@
-// ggml's OpenMP regions on the threads of team.h: the functions that GCC calls for them, in place of libgomp.
+// Runs ggml's OpenMP regions on the threads of team.h: defines the functions that GCC calls, in place of libgomp.
 //
-// libgomp spins for milliseconds while other programs need the processor, hangs in the child of a fork, and
-// ends the process when a region throws or the system refuses a thread.
+// libgomp spins for milliseconds while other programs need the processor, hangs in forked children, and ends the
+// process if a region throws or the system refuses a thread.
 #include <mutex>
 
 #include "team.h"
@@ -10,18 +10,18 @@ namespace {
 
 struct region;
 
-// Where a thread is; one variable, because each costs a call for its address.
+// Thread-local state in one variable, because each access computes an address by a call.
 struct place {
     region * current = nullptr;
     int      index = 0;
-    uint32_t n_singles = 0;  // that this thread has come to
+    uint32_t n_singles = 0;  // reached by this thread
 };
 thread_local place here;
 
 struct region final : pykv::team {
     region(void (*body)(void *), void * data) : body(body), data(data) {}
 
-    // Whether this thread is the first that comes to its next `single`.
+    // Whether this thread is the first to reach its next `single`.
     bool is_first() {
         uint32_t mine = here.n_singles++;
         return n_singles.compare_exchange_strong(mine, mine + 1, std::memory_order_acq_rel);
@@ -39,7 +39,7 @@ struct region final : pykv::team {
 
     void (*body)(void *);
     void * data;
-    alignas(pykv::CACHE_LINE) std::atomic<uint32_t> n_singles{0};  // that have found their thread
+    alignas(pykv::CACHE_LINE) std::atomic<uint32_t> n_singles{0};  // already claimed by a thread
 };
 
 std::mutex atomic_updates;
@@ -53,7 +53,7 @@ int omp_get_thread_num(void) { return here.index; }
 
 // #pragma omp parallel
 void GOMP_parallel(void (*body)(void *), void * data, unsigned n_threads, unsigned) {
-    const bool is_nested = here.current;  // the region of one thread
+    const bool is_nested = here.current;  // nested regions run on one thread
     region(body, data).run(is_nested ? 1 : n_threads ? int(n_threads) : pykv::usable_processors());
 }
 
@@ -66,8 +66,8 @@ void GOMP_barrier(void) {
 // #pragma omp single
 bool GOMP_single_start(void) { return !here.current || here.current->is_first(); }
 
-// #pragma omp for schedule(dynamic): the first thread takes all of it. ggml has such loops only where it
-// prepares the quantization to i-quants.
+// #pragma omp for schedule(dynamic): the first thread does the whole loop. ggml has such loops only in the
+// preparation of i-quants.
 bool GOMP_loop_nonmonotonic_dynamic_start(long start, long end, long, long, long * from, long * to) {
     *from = start;
     *to = end;

@@ -22,9 +22,9 @@ namespace pykv {
 
 namespace {
 
-// As fast as endless spinning on an idle machine (benchmarks/waiting.py), and soon over on a busy one.
+// As fast as endless spinning on an idle machine (benchmarks/waiting.py), and short on a busy one.
 constexpr int64_t BARRIER_SPIN_NS = 20'000;
-// Tokens are chosen between two decodes: a worker that sleeps then makes the next one 6 to 25 % longer.
+// Covers the choice of tokens between two decodes: a sleeping worker makes the next decode 6 to 25 % longer.
 constexpr int64_t IDLE_SPIN_NS = 1'000'000;
 constexpr int64_t SPIN_STEP_NS = 500;
 constexpr int     FULL_SPIN_EVERY = 32;
@@ -43,7 +43,7 @@ void pause_processor() {
 #endif
 }
 
-// OMP_WAIT_POLICY is OpenMP's own variable: "passive" threads do not spin.
+// OpenMP's variable OMP_WAIT_POLICY: "passive" threads do not spin.
 bool may_spin() {
     const char * policy = std::getenv("OMP_WAIT_POLICY");
     return !policy || strcasecmp(policy, "passive") != 0;
@@ -51,13 +51,13 @@ bool may_spin() {
 
 }  // namespace
 
-// A spin in vain costs the processor that the awaited thread may need. So a thread spins for a shorter
-// time after each spin in vain and for a longer time after a success.
+// A failed spin takes a processor that the awaited thread may need. So a thread spins for less time after
+// each failure and longer after a success.
 struct spinner {
     int64_t  ns = BARRIER_SPIN_NS;
     uint32_t n_waits = 0;
 
-    // Whether the number changed in time.
+    // Returns whether the number changed in time.
     bool spin(const generation & number, uint32_t old, int64_t max_ns) {
         if (max_ns <= 0) {
             return number.now() != old;
@@ -87,9 +87,9 @@ struct spinner {
 struct worker {
     generation offers;  // advances with each offer
     generation done;    // advances when an accepted offer is done
-    // Whoever takes it out has it: the worker, or the caller that does not wait for a late worker.
+    // Taken by the worker, or withdrawn by a caller that does not wait for a late worker.
     std::atomic<team *>  offer{nullptr};
-    int                  index = 0;       // in the team that is offered
+    int                  index = 0;       // in the offered team
     uint32_t             done_before = 0; // `done` at the last offer
     std::atomic<int64_t> spin_ns{0};      // until the next offer
     worker *             next_idle = nullptr;
@@ -111,10 +111,10 @@ struct pool {
     std::atomic<int> n_busy{0};  // threads in teams
 };
 
-// Never destroyed: workers may wait while the process ends.
+// Never destroyed: workers may wait while the process exits.
 pool & workers() {
     static pool * one = [] {
-        // The child of a fork has no workers, and a thread that is not there may hold the lock.
+        // A forked child has no workers, and its lock may be held by a thread that does not exist there.
         pthread_atfork(nullptr, nullptr, [] { one = new pool; });
         return new pool;
     }();
@@ -172,7 +172,7 @@ void generation::wake() {
 }
 
 void barrier::wait(int n_threads, int64_t spin_ns) {
-    // Read before `is_broken`: break_up() writes that first.
+    // Read before `is_broken`, which break_up() writes first.
     const uint32_t here = gate.now();
     if (!is_broken.load(std::memory_order_acquire)) {
         if (n_arrived.fetch_add(1, std::memory_order_acq_rel) == n_threads - 1) {
@@ -194,7 +194,7 @@ void barrier::break_up() {
     gate.wake();
 }
 
-// Sleeping workers are woken as a tree: one thread would be late with the last of many.
+// Wake sleeping workers as a tree: a single thread would wake the last ones late.
 void team::wake_children(int index) {
     for (int child = 2 * index + 1; child <= 2 * index + 2 && child < n; ++child) {
         members[child]->offers.wake();
@@ -233,7 +233,7 @@ void team::run(int max_threads) {
     while (n < limit && (members[n] = hire())) {
         ++n;
     }
-    // Where threads outnumber processors, one that spins keeps another from its work.
+    // With more threads than processors, a spinning thread blocks a working one.
     const bool is_crowded = all.n_busy.fetch_add(n, std::memory_order_relaxed) + n > n_processors;
     spin_ns = spins && !is_crowded ? BARRIER_SPIN_NS : 0;
     for (int i = 1; i < n; ++i) {
@@ -270,7 +270,7 @@ int usable_processors() {
     if (sched_getaffinity(0, sizeof(mask), &mask) == 0) {
         return CPU_COUNT(&mask);
     }
-    return std::max(1u, std::thread::hardware_concurrency());  // more than the mask has room for
+    return std::max(1u, std::thread::hardware_concurrency());  // more processors than the mask holds
 }
 
 }  // namespace pykv

@@ -1,6 +1,6 @@
 // The compute threads: ggml's OpenMP regions (parallel.cpp), large copies and token choices run on them.
 //
-// A team is the calling thread and workers from one pool per process. A thread that waits spins for some
+// A team is the calling thread and workers from the process's pool. A waiting thread spins for some
 // microseconds and then sleeps, so that other programs get the processor. docs/decisions.md has the figures.
 #pragma once
 
@@ -11,17 +11,17 @@
 
 namespace pykv {
 
-// What one thread writes often must not share a cache line with what other threads read.
+// Keeps frequently written fields on separate cache lines.
 constexpr size_t CACHE_LINE = 64;
 constexpr int    MAX_TEAM = 512;
 
 struct worker;
 
-// A number that threads wait on until it changes.
+// A number on which threads wait for a change.
 class alignas(CACHE_LINE) generation {
   public:
     uint32_t now() const { return value.load(std::memory_order_acquire); }
-    // Seen by the threads that spin; wake() reaches those that sleep.
+    // Visible to spinning threads; wake() reaches sleeping ones.
     void advance() { value.fetch_add(1, std::memory_order_seq_cst); }
     void wake();
     // Spin for at most `spin_ns`, then sleep.
@@ -39,7 +39,7 @@ struct team_failed {};
 class barrier {
   public:
     void wait(int n_threads, int64_t spin_ns);
-    // Let no thread wait any more: wait() throws team_failed.
+    // Stop all waits: wait() throws team_failed.
     void break_up();
 
   private:
@@ -52,12 +52,12 @@ class barrier {
 
 class team {
   public:
-    // Work that is taken piece by piece may set it: the caller does not wait for workers that have not
-    // begun when it has finished. Waking a thread takes up to a millisecond on virtual machines.
+    // Set by work that is taken in pieces: the caller does not wait for workers that have not started when it
+    // finishes. Waking a thread takes up to a millisecond on virtual machines.
     bool may_miss_workers = false;
 
-    // Run work() on up to `max_threads` threads and rethrow the first exception of any of them. Where the
-    // system refuses a thread, the team is smaller.
+    // Run work() on up to `max_threads` threads and rethrow the first exception. If the system refuses a thread, the
+    // team is smaller.
     void run(int max_threads);
     int  n_threads() const { return n; }
     void wait_at_barrier() { meeting.wait(n, spin_ns); }
@@ -80,12 +80,12 @@ class team {
     worker *           members[MAX_TEAM];  // from 1 on
 };
 
-// The processors that this process may use.
+// Number of processors that this process may use.
 int usable_processors();
 
 #else
 
-// Without GCC's OpenMP on Linux the caller works alone; ggml has threads of its own.
+// Without GCC's OpenMP on Linux the caller works alone, and ggml uses its own threads.
 class team {
   public:
     bool may_miss_workers = false;

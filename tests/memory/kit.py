@@ -96,24 +96,26 @@ class Case:
         return "-".join(parts if self.swa_full else [*parts, "window"])
 
 
-def _is_taken(name: str, unified: bool, swa_full: bool) -> bool:
-    """Whether a run takes a mode: `make test` takes two of four of models with several memories."""
-    if EVERY_MODEL or name not in ("lfm2_swa", "dots3note", "qwen2vl"):
-        return True
-    return unified != (swa_full and MODELS[name].n_swa > 0)
-
-
-CASES = tuple(
+EVERY_CASE = tuple(
     Case(name, unified, swa_full)
     for name in usual(NAMES)
     for unified in (True, False)
     if (MODELS[name].can_unify if unified else MODELS[name].can_stream)
     for swa_full in (True, False)
     if swa_full or MODELS[name].n_swa
-    if _is_taken(name, unified, swa_full)
 )
-"""Every kind of memory; in `make test` the composed ones in some modes only."""
+"""Every kind of memory in every mode, for random programs and oracles."""
 
+_EXAMPLES = (
+    *("llama-unified", "llama-streams", "gemma3-unified-window", "gemma3-streams"),
+    *("qwen2vl-unified", "mamba-unified", "jamba-streams", "lfm2_swa-unified-window"),
+    *("t5-unified", "dots3note-streams", "deepseek4-streams", "qwen4exp-streams"),
+)
+
+CASES = tuple(case for case in EVERY_CASE if EVERY_MODEL or str(case) in _EXAMPLES)
+"""Every kind of memory, for examples: in `make test` most of them in one mode."""
+
+EVERY_SERVED = tuple(case for case in EVERY_CASE if case.info.can_cache)
 SERVED = tuple(case for case in CASES if case.info.can_cache)
 """Those of which a `PrefixCache` can keep something."""
 

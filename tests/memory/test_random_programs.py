@@ -16,14 +16,14 @@ import pytest
 from hypothesis import Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from memory.kit import CASES, Case, Logits
+from memory.kit import EVERY_CASE, Case, Logits
 from memory.program_base import World
 from memory.programs import Program
 from memory.reference import DONE
 from pykvcache import LlamaContext
 from support.examples import examples
 
-ALL = (*CASES, Case("bert"))
+ALL = (*EVERY_CASE, Case("bert"))
 SEED = os.environ.get("PYKVCACHE_FUZZ_SEED", "1")
 STEPS = examples(600)
 """On each memory."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from memory.kit import SERVED, Case, Fresh, Make, apart
+from memory.kit import EVERY_SERVED, Case, Fresh, Make, apart
 from pykvcache import PrefixCache
 
 Tokens = list[int]
@@ -77,7 +77,7 @@ def trace(rng: np.random.Generator) -> Iterator[Callable[[list[Tokens]], Tokens]
             yield lambda texts: steps[-1]
 
 
-@pytest.mark.parametrize("case", SERVED, ids=str)
+@pytest.mark.parametrize("case", EVERY_SERVED, ids=str)
 def test_evaluates_what_the_oracle_says(
     case: Case, make_context: Make, fresh_logits: Fresh
 ) -> None:
@@ -101,7 +101,7 @@ def test_evaluates_what_the_oracle_says(
             oracle.take(prompt, texts[-1])
 
 
-@pytest.mark.parametrize("case", SERVED, ids=str)
+@pytest.mark.parametrize("case", EVERY_SERVED, ids=str)
 @pytest.mark.parametrize("n", [40, 43])
 def test_a_repeat_evaluates_a_block_at_most(n: int, case: Case, make_context: Make) -> None:
     """Also where the state after the last token is all that is known of the prompt's end."""

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from memory.kit import SERVED, Case, Make, apart, cleared_runs
+from memory.kit import EVERY_SERVED, Case, Make, apart, cleared_runs
 from prefix.program import STEPS, run
 from pykvcache import PrefixCache
 
@@ -32,7 +32,7 @@ SHORT = (
     "qwen4exp-streams",
     "glm5_next-streams",
 )
-CHOSEN = tuple(case for case in SERVED if IS_LONG or str(case) in SHORT)
+CHOSEN = tuple(case for case in EVERY_SERVED if IS_LONG or str(case) in SHORT)
 
 
 @pytest.mark.parametrize("case", CHOSEN, ids=str)

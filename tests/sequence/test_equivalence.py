@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from memory.kit import CASES, Case, Logits, Make, apart
+from memory.kit import CASES, EVERY_CASE, Case, Logits, Make, apart
 from pykvcache import LlamaSequence
 from pykvcache.errors import UnsupportedOperation
 from sequence.programs import Program
@@ -20,7 +20,7 @@ PROGRAMS = max(1, 3 * int(os.environ.get("PYKVCACHE_FUZZ_CALLS", "3000")) // 300
 SEED = int(os.environ.get("PYKVCACHE_FUZZ_SEED", "1"))
 
 
-@pytest.mark.parametrize("case", SERVED, ids=str)
+@pytest.mark.parametrize("case", [c for c in EVERY_CASE if c.name != "t5"], ids=str)
 def test_random_programs_equal_fresh_runs(
     case: Case, make_context: Make, fresh_logits: Callable[..., Logits]
 ) -> None:

@@ -1,5 +1,6 @@
 // llama.cpp's own state files, by its own functions: what tests/state/test_llama_peer.py compares with.
 // usage: peer save|load MODEL FILE SEQ(-1: context) STREAMS SWA_FULL N_CTX N_UBATCH OUT TOKEN...
+#include "ggml-backend.h"
 #include "llama.h"
 
 #include <cstdio>
@@ -7,6 +8,9 @@
 #include <cstring>
 #include <string>
 #include <vector>
+
+// ggml's registry asks for its RPC, which in this build needs the package's transport.
+extern "C" ggml_backend_reg_t ggml_backend_rpc_reg(void) { return nullptr; }
 
 static void quiet(ggml_log_level level, const char * text, void *) {
     if (level == GGML_LOG_LEVEL_ERROR) {

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from memory.kit import CASES, Bench
+from memory.kit import CASES, Bench, Case
 from pykvcache import LlamaContext
 from pykvcache.errors import PartialStateError, StateError
 from pykvcache.state import PartialState
@@ -14,11 +14,14 @@ from pykvcache.state import PartialState
 MakeBench = Callable[..., Bench]
 # The window of a small cache reuses its cells after 256 tokens.
 LONG = {"n_ctx": 2048, "n_ubatch": 32}
-FORGETFUL = [
-    case
-    for case in CASES
-    if case.info.has_states and (case.info.n_swa or case.info.has_recurrent_state)
-]
+
+
+def is_forgetful(case: Case) -> bool:
+    """Whether a memory drops cells of a window or folds tokens into a state."""
+    return case.has_states and bool(case.info.n_swa or case.info.has_recurrent_state)
+
+
+FORGETFUL = [case for case in CASES if is_forgetful(case)]
 TAGGED = [case for case in FORGETFUL if case.info.memory != "recurrent"]
 RECURRENT = [case for case in FORGETFUL if case.info.memory == "recurrent"]
 

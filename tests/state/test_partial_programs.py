@@ -10,11 +10,11 @@ import pytest
 from hypothesis import Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from memory.kit import Case, Logits
+from memory.kit import EVERY_CASE, Case, Logits
 from memory.program_base import World
 from memory.reference import DONE
 from pykvcache import LlamaContext
-from state.partial_kit import FORGETFUL
+from state.partial_kit import is_forgetful
 from state.partial_programs import PartialProgram
 from support.examples import examples
 
@@ -22,7 +22,7 @@ STEPS = examples(200)
 SETTINGS = settings(max_examples=4, stateful_step_count=60, phases=[Phase.generate, Phase.shrink])
 
 
-@pytest.mark.parametrize("case", FORGETFUL, ids=str)
+@pytest.mark.parametrize("case", [*filter(is_forgetful, EVERY_CASE)], ids=str)
 def test_partial_states_in_random_programs(
     case: Case,
     make_context: Callable[..., LlamaContext],

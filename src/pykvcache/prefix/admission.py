@@ -28,8 +28,6 @@ class BlockCheckpoints(CheckpointPolicy):
 
     Attributes
     ----------
-    block_size
-        Tokens per block.
     needs_state
         Whether states are taken: after the last full block of each prompt, and 1, 3, 7, 15...
         blocks before, where prompts are likely to part.
@@ -68,15 +66,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class LiveCells:
-    """The cells of a sequence that has an id, and what was taken while it was evaluated.
-
-    Attributes
-    ----------
-    memory
-        Of the cache.
-    cells
-        Of the sequence.
-    """
+    """The cells of a sequence that has an id, and what was taken while it was evaluated."""
 
     memory: CacheMemory
     cells: SequenceCells
@@ -95,16 +85,7 @@ class LiveCells:
     def offer(self, n: int, match: Match, request: Request, *, keep_logits: bool) -> Offer:
         """Return what the sequence can give of its first n tokens.
 
-        Parameters
-        ----------
-        n
-            Tokens that it holds as a fresh run would.
-        match
-            What is known of them: a state that is known is not taken again.
-        request
-            Whose prompt, boundaries and priority tell where others are likely to go on.
-        keep_logits
-            Whether the logits after the prompt and after the text are kept.
+        It holds them as a fresh run would. A state that the match has is not taken again.
         """
         offer = Offer(n, priority=request.priority)
         places = {request.report.n_tokens, *request.boundaries}
@@ -131,15 +112,7 @@ class LiveCells:
 
 
 class Admission:
-    """Takes over what sequences evaluated, into memory and into the tiers; the lock is held.
-
-    Parameters
-    ----------
-    memory, blocks, link
-        Those of the cache.
-    keep_logits
-        Whether the logits after prompts are kept.
-    """
+    """Takes over what sequences evaluated, into memory and into the tiers; the lock is held."""
 
     def __init__(
         self, memory: CacheMemory, blocks: BlockCache, link: TierLink, keep_logits: bool
@@ -199,22 +172,7 @@ def admit(
 ) -> None:
     """Store what is missing of an offer; within a change. What cannot be read is not stored.
 
-    Parameters
-    ----------
-    blocks
-        Where to store it.
-    source
-        Where its cells come from.
-    tokens, namespace
-        Whose cells they are.
-    match
-        What is known of the tokens.
-    offer
-        What there is.
-    actions
-        Takes what was done.
-    owner
-        What holds it from now on, all of it, even above the budget; None where it may leave.
+    An owner holds all of it from then on, even above the budget.
     """
     plan = blocks.tree.plan(match, offer, is_limited=owner is None)
     if plan is None:

@@ -30,17 +30,7 @@ _TRIMMED_BYTES = 4 << 20
 
 @dataclass
 class Actions:
-    """What a change did, for those that are to hear of it.
-
-    Attributes
-    ----------
-    stored
-        Blocks that came in; None where none did.
-    removed
-        Names of blocks that left.
-    cleared
-        Whether everything left, after an error.
-    """
+    """What a change did: blocks stored, names removed, or all cleared after an error."""
 
     stored: Stored | None = None
     removed: list[bytes] = field(default_factory=list)
@@ -78,22 +68,8 @@ class BlockCache:
     """The tree of a cache, its budget, and what sequences and pins hold in it.
 
     Every change is made within `change`: an exception in it drops all that is kept, and the cache
-    goes on empty.
-
-    Parameters
-    ----------
-    shape
-        Of the memory whose cells are kept.
-    max_bytes
-        The budget: of cells, states and accounts, of events that wait, and of free buffers.
-    policy
-        What leaves first.
-    root
-        Names the root of a namespace.
-    events
-        Whose waiting events count towards the budget.
-    buffers
-        Whose free buffers count towards the budget.
+    goes on empty. The budget covers cells, states and accounts, the events that wait, and free
+    buffers.
     """
 
     def __init__(
@@ -224,7 +200,7 @@ class BlockCache:
     ) -> list[Component]:
         """Insert what a plan says, within a change, and evict what leaves for it.
 
-        An owner holds all of it from then on. ``match`` is what the plan was made of.
+        The plan was made of that match. An owner holds all of it from then on.
 
         Returns
         -------

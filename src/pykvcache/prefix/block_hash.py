@@ -70,11 +70,6 @@ def root_name(
         ``SHA256("pykvcache.block.1" | model | rope | layout | block_size | len(salt) | salt |
         adapters)``: numbers are little-endian, 4 bytes the block size and 8 the length; the salt
         is the namespace in UTF-8.
-
-    Raises
-    ------
-    ValueError
-        If a digest has another length, or the block size is not in [1, 2**31).
     """
     digests = [("model", model), ("rope", rope), ("layout", layout)]
     for what, digest in [*digests, *([("adapters", adapters)] if adapters else [])]:
@@ -112,17 +107,7 @@ def block_names(parent: bytes, tokens: bytes, block_bytes: int) -> list[bytes]:
 
 
 class NamedPrompt:
-    """The tokens of a prompt, and the names of its full blocks.
-
-    Attributes
-    ----------
-    root : bytes
-        Name that its first block is hashed with.
-    tokens : bytes
-        As `token_bytes` gives them.
-    names : list of bytes
-        Names of the full blocks.
-    """
+    """The tokens of a prompt, as `token_bytes` gives them, and the names of its full blocks."""
 
     def __init__(self, root: bytes, tokens: bytes, block_size: int, namespace: str = "") -> None:
         self.root, self.tokens = root, tokens
@@ -155,12 +140,8 @@ def end_key(name: bytes, tokens: bytes) -> bytes:
 def token_bytes(tokens: ArrayLike) -> bytes:
     """Return token ids as little-endian 32-bit integers.
 
-    Raises
-    ------
-    ValueError
-        If a token is not in [0, 2**32), or there is more than one dimension.
-    TypeError
-        If they are not integers.
+    Raises ValueError for a token that is not in [0, 2**32) and for several dimensions, TypeError
+    for anything but integers.
     """
     array: NDArray[np.generic] = np.asarray(tokens)
     if array.size == 0:

@@ -47,24 +47,6 @@ class CacheCore:
 
     The pool's lock is held in every method, where its description says nothing else. Sequences
     keep it alive, also where the cache itself is gone.
-
-    Parameters
-    ----------
-    context
-        Of the cache.
-    memory, blocks, link, events
-        Its parts.
-    checkpoints
-        Where its sequences take checkpoints.
-    namespace
-        The default of `open`.
-    keep_logits
-        Whether the logits after each prompt are kept.
-
-    Raises
-    ------
-    ArgumentError
-        The context has a cache already.
     """
 
     def __init__(
@@ -122,12 +104,7 @@ class CacheCore:
     ) -> CachedSequence:
         """Return a sequence that begins with what is known of a prompt; no tier is asked.
 
-        Parameters
-        ----------
-        prompt, namespace, boundaries, priority
-            As for `PrefixCache.sequence`.
-        keep
-            Number of its first tokens that the cache gets at most, when it closes.
+        Arguments are as for `PrefixCache.sequence`; ``keep`` as for `CachedSequence.close`.
         """
         self.check_open()
         space = self._namespace if namespace is None else as_namespace(namespace)

@@ -39,14 +39,10 @@ class Live:
 
     Attributes
     ----------
-    parent
-        The one that most can be forked of; None where nothing can.
-    n
-        How many tokens that is.
-    nearest
-        The one that agrees most; None where none does.
-    agrees
-        How many tokens that is; it may not have evaluated all of them.
+    parent, n
+        The one that most can be forked of, and how many tokens that is.
+    nearest, agrees
+        The one that agrees most, and in how many tokens; it may not have evaluated all of them.
     """
 
     parent: Request | None = None
@@ -114,10 +110,8 @@ class Begin:
 
     Attributes
     ----------
-    parent
-        The sequence that it is forked from; None where it is restored from memory, or new.
-    n
-        Tokens of the fork.
+    parent, n
+        The sequence that it is forked from, and at which token; None where it is not forked.
     resume
         What of the tree it uses and keeps: all that it begins with where it is not forked.
     row
@@ -131,19 +125,7 @@ class Begin:
 
 
 def plan_begin(tree: PrefixTree, match: Match, live: Live, n_tokens: int) -> Begin:
-    """Return how a prompt begins; changes nothing.
-
-    Parameters
-    ----------
-    tree
-        What is in memory.
-    match
-        What it knows of the prompt.
-    live
-        What sequences in use have of it.
-    n_tokens
-        Tokens of the prompt.
-    """
+    """Return how a prompt begins, of what memory (match) and sequences in use (live) have of it."""
     # Logits are made by a decode: the last token is evaluated where they are not known.
     resume, row = tree.resume(match, n_tokens - 1), None
     end = match.end_at(n_tokens) if match.n == n_tokens and match.is_whole else None
@@ -163,15 +145,7 @@ def plan_begin(tree: PrefixTree, match: Match, live: Live, n_tokens: int) -> Beg
 
 
 class PromptLookup:
-    """Finds what is known of a prompt, and lets a sequence begin with it; the lock is held.
-
-    Parameters
-    ----------
-    model
-        Whose text explains differences.
-    memory, blocks, live
-        Those of the cache.
-    """
+    """Finds what is known of a prompt, and lets a sequence begin with it; the lock is held."""
 
     def __init__(
         self, model: LlamaModel, memory: CacheMemory, blocks: BlockCache, live: LiveIndex

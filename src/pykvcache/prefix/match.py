@@ -17,14 +17,9 @@ Chunk = tuple[Any, int, int]
 
 @dataclass(slots=True)
 class Match:
-    """The longest known beginning of some tokens.
+    """The longest known beginning of some tokens: n tokens, and the node that they end in.
 
-    Attributes
-    ----------
-    node : Node
-        The node that it ends in; the root if nothing is known.
-    n : int
-        Its tokens.
+    The node is the root where nothing is known.
     """
 
     node: Node
@@ -76,12 +71,9 @@ class Match:
         return None
 
     def chunks(self, kind: Kind, begin: int, end: int) -> tuple[int, list[Chunk]]:
-        """Return the cells of the tokens of ``[begin, end)``, as `set_blocks` takes them.
+        """Return where the first chunk begins, and the cells of the tokens of ``[begin, end)``.
 
-        Returns
-        -------
-        (int, list of Chunk)
-            Where the first chunk begins: at ``begin`` or before it.
+        The chunks are as `set_blocks` takes them; the first begins at ``begin`` or before it.
         """
         first, found = end, list[Chunk]()
         for node in reversed(self.node.path()):
@@ -99,12 +91,10 @@ class Match:
 
 @dataclass(slots=True)
 class Resume:
-    """Where a prompt can go on from a match.
+    """Where a prompt can go on from a match: after n tokens.
 
     Attributes
     ----------
-    n
-        After how many tokens.
     window_first
         First token whose window cells are used; ``n`` where the memory has no window.
     state

@@ -37,14 +37,10 @@ class Cells:
 
     Attributes
     ----------
-    n
-        How many tokens.
     attention
         Chunks of attention cells, from the first token on.
-    window
-        Chunks of window cells; empty where the memory has no window.
-    window_first
-        The first token of these.
+    window, window_first
+        Chunks of window cells, and their first token; none where the memory has no window.
     state
         The recurrent state after n tokens; None where the memory has none.
     """
@@ -151,12 +147,8 @@ class CacheMemory:
     def read(self, kind: Kind, seq_id: int, begin: int, sizes: Sequence[int]) -> list[Buffer]:
         """Copy cells of consecutive chunks out of a sequence.
 
-        Raises
-        ------
-        UnsupportedOperation
-            They are not all there.
-        StateDamaged
-            They hold NaN or infinity.
+        Raises `UnsupportedOperation` where they are not all there, and `StateDamaged` where they
+        hold NaN or infinity.
         """
         cell, pool = self.shape.cell_bytes(kind), self._pools[kind]
         found, at = list[Buffer](), 0
@@ -191,10 +183,8 @@ class CacheMemory:
     def make_state(self, content: Buffer, n: int) -> lib.StatePart:
         """Return the state after n tokens from the bytes that another context took.
 
-        Raises
-        ------
-        StateError, ValueError
-            They are none of this memory, or of another number of tokens.
+        Raises `StateError` or ValueError where they are none of this memory, or of another number
+        of tokens.
         """
         state = self._native.make_state_part(content)
         if state.end != n:
@@ -204,13 +194,7 @@ class CacheMemory:
     # In -----------------------------------------------------------------------------------------
 
     def put(self, seq_id: int, cells: Cells) -> None:
-        """Make a sequence hold some tokens; all or nothing.
-
-        Raises
-        ------
-        NoKvCacheSlot
-            There is no room.
-        """
+        """Make a sequence hold some tokens; all or nothing: raises `NoKvCacheSlot` without room."""
         self._native.set_blocks(
             seq_id,
             cells.attention if self._has_cells else [],
@@ -297,9 +281,7 @@ class BufferPool:
     """Lend byte arrays; reuse the memory of those that nothing refers to any more.
 
     The system clears each page of new memory at the first write: filling 37 MB of new buffers
-    takes 50 ms, of reused ones 10 ms.
-
-    Any thread may call any method and drop any array. No lock is held.
+    takes 50 ms, of reused ones 10 ms. Any thread may call any method and drop any array.
 
     Parameters
     ----------
@@ -326,11 +308,6 @@ class BufferPool:
 
         Only sizes within 1 % of `size` are pooled, because each of them occupies a whole buffer.
         The memory is reused when neither the array nor a view of it is left.
-
-        Raises
-        ------
-        MemoryError
-            The allocator has no memory.
         """
         if not self._max_free or not 0.99 * self.size < n_bytes <= self.size:
             return np.empty(n_bytes, np.uint8)

@@ -49,8 +49,6 @@ class MemoryShape:
 
     Attributes
     ----------
-    block_size
-        Tokens per block.
     attention_bytes, window_bytes
         Bytes of one token's cells in layers without and with a window; 0 where there are none.
     window_start
@@ -62,8 +60,6 @@ class MemoryShape:
         Whether the memory can go on only where a state was taken.
     node_bytes, chunk_bytes
         Overhead of a node or component, and of a chunk; 0 where cells alone are counted.
-    split
-        Splits the cells of a chunk.
     """
 
     block_size: int
@@ -90,14 +86,8 @@ class MemoryShape:
     def deepest(self, limit: int, windows: Iterable[Range], states: Iterable[int]) -> int:
         """Return the most tokens, up to a limit, after which the memory can go on.
 
-        Parameters
-        ----------
-        limit
-            Tokens whose attention cells are there, or fewer.
-        windows
-            Tokens whose window cells are there.
-        states
-            After how many tokens a state is there.
+        ``limit`` tokens have their attention cells, ``windows`` are the tokens with window cells,
+        and ``states`` tells after how many tokens a state is there.
         """
         return deepest(
             limit,
@@ -118,14 +108,14 @@ class MemoryShape:
 
 @dataclass(frozen=True, eq=False)
 class EndState:
-    """What a memory holds after the last token of a node, beside cells.
+    """What a memory holds after the last token of a node, beside cells; None where it has not.
 
     Attributes
     ----------
     state
-        The recurrent state; None where the memory has none, or it was not taken.
+        The recurrent state.
     row
-        The logits after the token; None where they are not kept.
+        The logits after the token.
     """
 
     state: Any = None
@@ -172,18 +162,12 @@ class Component:
 
     Attributes
     ----------
-    node : Node
-        Where it is.
-    kind : Kind
-        Which part of the memory it holds.
     chunks : list
-        Cells of each chunk, or the one state; None where they are still to be read.
+        Cells of each chunk, or the one `EndState`; None where they are still to be read.
     sizes : list of int
-        Tokens of each chunk.
+        Tokens of each chunk; empty for a state.
     start : int
         Tokens of the path before its first one; of a state those before it.
-    n_tokens, n_bytes : int
-        Tokens and bytes of all chunks. A state has no tokens.
     uses, created, last_use : int
         How often prompts used it; when it was made and last used, on the tree's clock.
     priority : int
@@ -191,14 +175,10 @@ class Component:
     weight : float
         Tokens that a byte of it saves.
     held : int
-        Sequences and pins that keep it.
+        Number of sequences and pins that keep it.
     is_spare : bool
         Whether no prompt has used or ended with it yet: window cells in the middle of prompts,
         states that were taken just in case. Spare components leave before all others.
-    notes : Any
-        What the policy notes of it.
-    stamp : int
-        A number of the policy's.
     """
 
     __slots__ = (
@@ -259,7 +239,7 @@ class Component:
 
     @property
     def is_evictable(self) -> bool:
-        """Whether it may leave now: nobody holds it, and nothing needs its tokens."""
+        """Whether it may leave now: nothing holds it or needs its tokens."""
         node = self.node
         if self.held or node.parent is None:
             return False
@@ -419,10 +399,7 @@ class Node:
     # Changes, which the tree makes --------------------------------------------------------------
 
     def split(self, n_tokens: int, block_size: int) -> Node:
-        """Put a new node of the first tokens before this one, which keeps what follows.
-
-        Components stay with this node: the tree splits them.
-        """
+        """Put a new node of the first tokens before this one, which keeps the components."""
         size = n_tokens * TOKEN_SIZE
         head = Node(self.parent, self.tokens[:size], self.start, self._key)
         assert self.parent is not None

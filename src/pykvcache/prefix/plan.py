@@ -20,8 +20,6 @@ class Hold:
         The node that it ends in: its attention cells, and so all those before them, are kept.
     window_first
         First token whose window cells are kept; the end of the node where none are.
-    state
-        The state that is kept; None where none is.
     """
 
     node: Node
@@ -31,12 +29,10 @@ class Hold:
 
 @dataclass
 class Offer:
-    """What a closing sequence can give for its tokens.
+    """What a closing sequence can give for its first n tokens, whose attention cells can be read.
 
     Attributes
     ----------
-    n
-        Its tokens; all of their attention cells can be read.
     windows
         Tokens whose window cells can be read.
     states

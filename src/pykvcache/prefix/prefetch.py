@@ -54,13 +54,7 @@ class Prefetch:
         return self._is_cancelled
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until nothing more will come; False where that takes longer.
-
-        Parameters
-        ----------
-        seconds
-            For how long at most; None for as long as it takes.
-        """
+        """Wait until nothing more will come; False where that takes more than so many seconds."""
         seconds = math.inf if seconds is None else as_seconds(seconds, "seconds")
         if os.getpid() != self._pid:
             return self.is_done  # a forked child has no such thread

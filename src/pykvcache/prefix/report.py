@@ -113,8 +113,6 @@ class Difference:
 
     Attributes
     ----------
-    model
-        Whose text is shown.
     tokens
         Some tokens of the prompt, up to the one that differs; a copy, since it may be edited later.
     at
@@ -155,8 +153,7 @@ class Reason:
     difference
         Where it parts from the nearest known prompt; None where it does not.
     part
-        What a memory needs beside attention cells to go on: "window" or "state"; empty where it
-        needs nothing.
+        What a memory needs beside attention cells to go on: "window", "state" or nothing.
     known
         Tokens whose attention cells are known.
     obstacles

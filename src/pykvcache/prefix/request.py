@@ -25,20 +25,14 @@ class Request:
     ----------
     cells
         What the context's memory holds of the sequence.
-    namespace
-        Whose tokens it shares.
     space
         What its tokens are kept under: the namespace, with the adapters that are in use.
     boundaries
         Tokens after which messages end.
-    priority
-        Of what it gives to the cache: lower ones leave first.
     keep
         Number of its first tokens that the cache gets at most; None for all.
-    report
-        Where its tokens come from.
-    reason
-        Why there are no more; put into words when `reuse` is read.
+    report, reason
+        Where its tokens come from; why there are no more, put into words when `reuse` is read.
     search
         The search of the tiers that it still waits for.
     is_searched

@@ -118,16 +118,8 @@ class TierLink:
 
         A request waits for a tenth of its evaluation at most, or as long as was set by hand. Where
         loading is thought to take longer, nothing is asked for; but now and then in the background,
-        to learn.
-
-        Parameters
-        ----------
-        tokens, namespace
-            The prompt, and whose it is.
-        known
-            Tokens that need no evaluation without the tiers.
-        deliver
-            Called by a thread with what comes too late.
+        to learn. ``known`` tokens need no evaluation without the tiers. A thread calls ``deliver``
+        with what comes too late.
         """
         n, shape = len(tokens) // TOKEN_SIZE, self._memory.shape
         if not self.has_tiers or n - 1 <= known or n < shape.block_size:
@@ -185,15 +177,7 @@ class TierLink:
         return NamedPrompt(self.root(namespace), tokens, size, namespace)
 
     def keep(self, load: Load, owner: object | None = None) -> None:
-        """Store what came of a search in memory.
-
-        Parameters
-        ----------
-        load
-            The search, which is done.
-        owner
-            What holds it, also above the budget; None where it stays as far as it fits.
-        """
+        """Store what came of a search in memory: held by an owner, or as far as it fits."""
         found, prompt = load.found, load.wanted.prompt
         try:
             end = self._end_state(found)
@@ -246,14 +230,12 @@ class TierLink:
         source: Source | None,
         states: dict[int, EndState],
     ) -> None:
-        """Give the tiers what stands in memory, or can still be read, of some tokens.
+        """Give the tiers what stands in memory, or can still be read, of a sequence that closes.
 
         Parameters
         ----------
-        tokens
-            Of a sequence that closes.
-        namespace
-            Whose.
+        tokens, namespace
+            Of the sequence.
         ends
             Where prompts are likely to go on: windows and ends are written for these.
         source

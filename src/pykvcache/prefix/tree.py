@@ -72,15 +72,7 @@ class PrefixTree:
     # Looking up ---------------------------------------------------------------------------------
 
     def match(self, tokens: bytes, namespace: str = "") -> Match:
-        """Return the longest known beginning; changes nothing.
-
-        Parameters
-        ----------
-        tokens
-            As `token_bytes` gives them.
-        namespace
-            Whose tokens to look among.
-        """
+        """Return the longest known beginning of a namespace's tokens; changes nothing."""
         node, at = self._roots.get(namespace) or self._new_root(namespace), 0
         while (child := node.children.get(tokens[at : at + TOKEN_SIZE])) is not None:
             text = child.tokens
@@ -314,14 +306,8 @@ class PrefixTree:
     def plan(self, match: Match, offer: Offer, *, is_limited: bool = True) -> Plan | None:
         """Return what of an offer is missing and can fit; None where that is nothing.
 
-        Parameters
-        ----------
-        match
-            What is known of the offered tokens.
-        offer
-            What the sequence has.
-        is_limited
-            Whether it has to fit into the budget.
+        ``match`` is what is known of the offered tokens. Where the plan is not limited it need not
+        fit into the budget.
         """
         shape, windows, states = self.shape, offer.windows, set(offer.states)
         n = offer.n
@@ -402,18 +388,8 @@ class PrefixTree:
     ) -> tuple[Match, Hold | None]:
         """Insert what a plan says, its cells without contents, and evict what leaves for it.
 
-        Parameters
-        ----------
-        tokens
-            Of a sequence.
-        plan
-            What `plan` returned just now.
-        match
-            What it was made of.
-        namespace
-            Whose.
-        keep
-            Whether to hold all of it, even above the budget.
+        ``plan`` was made of this match just now. With ``keep`` all of it is held, even above the
+        budget.
 
         Returns
         -------

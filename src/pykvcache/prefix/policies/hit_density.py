@@ -262,11 +262,8 @@ def hit_density(ended: _Table) -> _Table:
     each class, learned from its components with and without children, says how much higher or lower
     its chance is at all ages (proportional hazards): few lives are enough for that.
 
-    Parameters
-    ----------
-    ended
-        How many lives ended as leaves that were used, unused, and used while others followed;
-        shape (3, classes, buckets).
+    ``ended`` counts the lives that ended as leaves that were used, unused, and used while others
+    followed; its shape is (3, classes, buckets).
     """
     used, unused, inside = ended
     # Where nothing is known, the chance falls with age, which makes it LRU.

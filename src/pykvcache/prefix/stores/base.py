@@ -109,15 +109,7 @@ class StoreCounters:
         self._lock = threading.Lock()
 
     def add(self, *, error: BaseException | None = None, **changes: int) -> None:
-        """Add to counters by name; thread-safe.
-
-        Parameters
-        ----------
-        error : BaseException, optional
-            The error whose text becomes `last_error`.
-        **changes
-            By how much each counter grows.
-        """
+        """Add to counters by name; thread-safe. The text of an error becomes `last_error`."""
         with self._lock:
             if error is not None:
                 text = " ".join(str(error).split())
@@ -132,8 +124,6 @@ class StoreEntry:
 
     Attributes
     ----------
-    key : bytes
-        Its key.
     size : int
         Bytes that it takes, with the store's own overhead where that is known.
     used : float
@@ -189,18 +179,7 @@ class BlockStore(ABC):
 
     @abstractmethod
     def contains(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the leading keys are there.
-
-        Parameters
-        ----------
-        keys : sequence of bytes
-            Keys of 32 bytes, in the order of their path.
-
-        Returns
-        -------
-        int
-            Length of the leading run. The blocks may be gone right after.
-        """
+        """Return how many of the leading keys are there; the blocks may be gone right after."""
 
     @abstractmethod
     def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
@@ -223,17 +202,9 @@ class BlockStore(ABC):
 
     @abstractmethod
     def put(self, items: Iterable[tuple[bytes, Buffer]]) -> int:
-        """Store blocks that are not there yet; a block that is there is never replaced.
+        """Store blocks, in the order of their path; return how many were stored.
 
-        Parameters
-        ----------
-        items : iterable of (bytes, Buffer)
-            Key and content of each block, in the order of their path.
-
-        Returns
-        -------
-        int
-            How many this call stored.
+        A block that is there already is never replaced.
         """
 
     @abstractmethod
@@ -244,10 +215,7 @@ class BlockStore(ABC):
     def trim(self, max_bytes: int) -> list[bytes]:
         """Remove the least recently used blocks until at most ``max_bytes`` are left.
 
-        Returns
-        -------
-        list of bytes
-            Keys of the removed blocks, in the order of their removal.
+        Returns their keys, in the order of their removal.
         """
 
     # Optional methods -------------------------------------------------------------------
@@ -258,13 +226,7 @@ class BlockStore(ABC):
         return "remote"
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each key whether it is there; the keys need not be a path.
-
-        Parameters
-        ----------
-        keys : sequence of bytes
-            Keys of 32 bytes.
-        """
+        """Return for each key whether it is there; the keys need not be a path."""
         return [self.contains([key]) == 1 for key in check_keys(keys)]
 
     @property
@@ -286,10 +248,7 @@ class BlockStore(ABC):
     def discard(self, keys: Sequence[bytes]) -> int:
         """Remove blocks, such as damaged ones, so that they can be written again.
 
-        Returns
-        -------
-        int
-            How many were removed; 0 where the store cannot remove single blocks.
+        Returns how many were removed; 0 where the store cannot remove single blocks.
         """
         return 0
 

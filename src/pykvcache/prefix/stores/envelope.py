@@ -158,15 +158,7 @@ class Envelope:
         return hmac.digest(self._secret, b"pykvcache.name.1" + key, "sha256")
 
     def seal(self, key: bytes, content: Buffer) -> memoryview:
-        """Return a sealed block.
-
-        Parameters
-        ----------
-        key : bytes
-            Key of the block, 32 bytes; not its `name`.
-        content : Buffer
-            Its content, below 2 GiB.
-        """
+        """Return a sealed block: of its key, not its `name`, and of a content below 2 GiB."""
         view = flat(content)
         if len(view) > MAX_CONTENT:
             raise StoreError(
@@ -194,19 +186,10 @@ class Envelope:
         return sealed
 
     def open(self, key: bytes, sealed: Buffer) -> memoryview | Rejection:
-        """Return the content of a block, or why it is refused; no bytes raise.
+        """Return the content of the block of a key, or why it is refused; no bytes raise.
 
-        Parameters
-        ----------
-        key : bytes
-            Key of the wanted block.
-        sealed : Buffer
-            Bytes from a store; others may follow the block.
-
-        Returns
-        -------
-        memoryview or Rejection
-            The content: a view of ``sealed``, or of new memory where it was encrypted.
+        Other bytes may follow the sealed block. The content is a view of ``sealed``, or of new
+        memory where it was encrypted.
         """
         name = self.name(key)
         view = flat(sealed)

@@ -130,13 +130,8 @@ class BlockFiles:
     def write(self, key: bytes, view: memoryview, used: int) -> bool:
         """Write a block; return False where another process is writing it.
 
-        Parameters
-        ----------
-        key, view
-            Of the block.
-        used
-            Its time of use in nanoseconds, which becomes the time of the file: an index that is
-            made again knows the order of uses.
+        Its time of use in nanoseconds becomes the time of the file: an index that is made again
+        knows the order of uses.
         """
         temporary = os.path.join(self._temporary, key.hex())
         if (file := self._claim(temporary)) is None:

@@ -59,13 +59,7 @@ def block_cost(size: int) -> int:
 
 
 class FolderIndex:
-    """The index of one folder; every method may raise `sqlite3.Error` or `OSError`.
-
-    Parameters
-    ----------
-    path
-        Its file.
-    """
+    """The index of one folder; every method may raise `sqlite3.Error` or `OSError`."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -138,13 +132,7 @@ class FolderIndex:
 
 
 class Rows:
-    """The rows of an index within one transaction.
-
-    Attributes
-    ----------
-    is_new
-        Whether this transaction made the index: it has no rows yet.
-    """
+    """The rows of an index within one transaction; new where this transaction made the index."""
 
     def __init__(self, connection: sqlite3.Connection, *, is_new: bool = False) -> None:
         self._connection = connection

@@ -64,14 +64,8 @@ class Breaker:
 class RemoteStore(BlockStore):
     """A store behind a network: requests that fail are counted, logged once, and end here.
 
-    A subclass makes its requests through `_ask`, and tells by `_kind_of` what an error means.
-
-    Parameters
-    ----------
-    name
-        Names the server in messages, without a password.
-    n_parallel
-        How many requests `_map` makes at once.
+    A subclass makes its requests through `_ask`, several at once through `_map`, and tells by
+    `_kind_of` what an error means. ``name`` names the server in messages, without a password.
     """
 
     def __init__(self, name: str, n_parallel: int) -> None:
@@ -119,14 +113,8 @@ class RemoteStore(BlockStore):
     def _ask(self, work: Callable[[], _T], node: str = "", *, is_write: bool = False) -> _T | None:
         """Make a request; None where it failed, or was not made because earlier ones had.
 
-        Parameters
-        ----------
-        work
-            Makes it.
-        node
-            Which of several servers it goes to: each fails by itself.
-        is_write
-            Whether a server that is full or read-only refuses it.
+        ``node`` is which of several servers it goes to: each fails by itself. A server that is full
+        or read-only refuses writes.
         """
         check_process(self._pid)
         if self._closed:

@@ -82,14 +82,8 @@ class SealedStore(BlockStore):
     ) -> list[memoryview]:
         """Return the contents of the leading run of intact blocks, without a second copy.
 
-        Parameters
-        ----------
-        keys : sequence of bytes
-            Keys of 32 bytes, in the order of their path.
-        sizes : sequence of int
-            Upper bound on the size of each content, in bytes.
-        exact : bool
-            Whether the sizes are exact: a longer block is damaged, and is removed.
+        ``sizes`` are upper bounds on the sizes of the contents in bytes. Where they are exact, a
+        longer block is damaged, and is removed.
         """
         names = self._names(keys)
         found: list[memoryview] = []

@@ -12,13 +12,7 @@ _LEAST = 1e-7
 
 
 class TwoTerms:
-    """``seconds = a * x + b * y`` with a and b of 0 or more, learned by relative least squares.
-
-    Parameters
-    ----------
-    a, b
-        What is believed before anything was measured.
-    """
+    """``seconds = a * x + b * y`` with a and b of 0 or more, learned by relative least squares."""
 
     def __init__(self, a: float, b: float) -> None:
         self.a, self.b = a, b
@@ -42,7 +36,7 @@ class TwoTerms:
             self._solve()
 
     def _rescale(self, change: float, *, of_y: bool) -> None:
-        """Where everything has become slower, or faster, what was learned of its shape stays.
+        """Keep the shape of what was learned where everything has become slower, or faster.
 
         What was measured without y says nothing of b: where a was thought to be nearly 0, such a
         change is of any size.
@@ -80,10 +74,7 @@ class TwoTerms:
 class EvaluationTime:
     """How long evaluating the tokens of ``[begin, end)`` takes: linear and quadratic terms.
 
-    Parameters
-    ----------
-    seconds_per_token
-        What is believed before anything was evaluated; too little is the safe side.
+    What is believed before anything was evaluated should rather be too little.
     """
 
     def __init__(self, seconds_per_token: float) -> None:

@@ -30,10 +30,6 @@ class Wanted:
 
     Attributes
     ----------
-    prompt
-        Its tokens, and the names of its blocks.
-    shape
-        Of the memory that it is for.
     n_blocks
         Full blocks that may be loaded.
     begin
@@ -65,13 +61,7 @@ class Wanted:
     n_row: int = 0
 
     def places(self, n_blocks: int) -> Iterator[int]:
-        """Yield where an end could be of use, the deepest first.
-
-        Parameters
-        ----------
-        n_blocks
-            Full blocks whose attention cells are there.
-        """
+        """Yield where an end could be of use, deepest first, given so many attention blocks."""
         size = self.shape.block_size
         most = min(self.limit, n_blocks * size + size - 1)
         for n in range(most, max(self.known, size - 1), -1):
@@ -94,12 +84,10 @@ class Wanted:
 
 @dataclass
 class Loaded:
-    """What has come of a search, all of it right.
+    """What has come of a search, all of it right: n tokens can be gone on from with it.
 
     Attributes
     ----------
-    n
-        Tokens that can be gone on from with it.
     attention, window
         Cells of full blocks, by index of the block, and the tier that they are from.
     end
@@ -129,16 +117,9 @@ class _Span:
 
 
 class Load:
-    """One search. `start` lets a thread make it, which never touches a memory.
+    """One search of the tiers, the nearest first. `start` lets a thread make it.
 
-    Parameters
-    ----------
-    tiers
-        Where to look, the nearest first.
-    wanted
-        What for.
-    deliver
-        Called by the thread with a search whose requester did not wait for it.
+    A search whose requester did not wait for it is delivered by its thread.
 
     Attributes
     ----------
@@ -146,8 +127,6 @@ class Load:
         What has come; to be read once `done` is set.
     obstacles
         Why nothing came, in words, where that is known.
-    done
-        Set at the end.
     """
 
     def __init__(

@@ -94,18 +94,13 @@ class Tier:
     Parameters
     ----------
     store
-        Where the blocks lie.
+        Where the blocks lie; raises `StoreError` or TypeError where a cache cannot work with it.
     envelope
         What is put around them.
     owned
         Whether to close the store.
     sink
         Takes events of what is there, and what is not any more.
-
-    Raises
-    ------
-    StoreError, TypeError
-        A property of the store is none that a cache can work with.
     """
 
     def __init__(
@@ -153,14 +148,7 @@ class Tier:
     def get(self, keys: Sequence[bytes], size: int, *, exact: bool = False) -> list[memoryview]:
         """Return the contents of the leading run that is right.
 
-        Parameters
-        ----------
-        keys
-            Keys of a chain.
-        size
-            Bytes of each content: an upper bound, or exact.
-        exact
-            Which of these.
+        ``size`` is that of each content in bytes: an upper bound, or exact.
         """
         began, failures = time.perf_counter(), self._failures()
         nothing = list[memoryview]()

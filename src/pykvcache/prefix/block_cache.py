@@ -6,19 +6,20 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from pykvcache._native import lib
 from pykvcache.errors import ReentryError
 from pykvcache.prefix.block_hash import TOKEN_SIZE, NameRoot, block_names
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, EventLog, Stored
 from pykvcache.prefix.match import Match, Resume
-from pykvcache.prefix.node import Component, MemoryShape
+from pykvcache.prefix.memory import CacheMemory
+from pykvcache.prefix.node import Component
 from pykvcache.prefix.plan import Hold, Plan
 from pykvcache.prefix.policies import Policy
 from pykvcache.prefix.tree import PrefixTree
 
-__all__ = ["CHUNK_BYTES", "NODE_BYTES", "Actions", "BlockCache", "Buffers"]
+__all__ = ["CHUNK_BYTES", "NODE_BYTES", "Actions", "BlockCache"]
 
 #: Overhead in bytes of a node or component, of a chunk, and of an empty cache: measured with
 #: tracemalloc (tests/prefix/test_budget.py).
@@ -46,17 +47,6 @@ class Actions:
             events.add(self.stored)
 
 
-class Buffers(Protocol):
-    """Memory of evicted cells that is kept for the next ones."""
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes that are kept."""
-
-    def trim(self, max_bytes: int = 0) -> None:
-        """Give back what is over a limit."""
-
-
 class _Owned(NamedTuple):
     """What one sequence or pin holds."""
 
@@ -74,17 +64,16 @@ class BlockCache:
 
     def __init__(
         self,
-        shape: MemoryShape,
+        memory: CacheMemory,
         max_bytes: int,
         policy: str | Policy,
         root: NameRoot,
         events: EventLog,
-        buffers: Buffers,
     ) -> None:
-        self.shape, self.max_bytes = shape, max_bytes
+        self.shape, self.max_bytes = memory.shape, max_bytes
         self.stored = self.removed = 0
         self._policy, self._root = policy, root
-        self._events, self._buffers = events, buffers
+        self._events, self._memory = events, memory
         self._fixed_bytes = min(_FIXED_BYTES, max_bytes // 16)
         self._holds: dict[int, _Owned] = {}
         self._is_changing = False
@@ -96,7 +85,7 @@ class BlockCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all that is kept, overhead included."""
-        beside = self._fixed_bytes + self._events.nbytes + self._buffers.free_bytes
+        beside = self._fixed_bytes + self._events.nbytes + self._memory.free_bytes
         return self.tree.used_bytes + beside
 
     @property
@@ -126,7 +115,7 @@ class BlockCache:
                     self.tree.release(self._holds.pop(key).hold, is_use=False)
             yield actions
             self.tree.fit()
-            if self._buffers.free_bytes or self.tree.evicted_bytes:
+            if self._memory.free_bytes or self.tree.evicted_bytes:
                 self._trim()
         except BaseException:
             self.drop_all(actions)
@@ -146,7 +135,7 @@ class BlockCache:
 
     def _trim(self) -> None:
         """Give free memory back to the system, as far as the budget needs that."""
-        self._buffers.trim(max(0, self._room() - self.tree.used_bytes))
+        self._memory.trim(max(0, self._room() - self.tree.used_bytes))
         if self.tree.evicted_bytes > max(self.max_bytes // 8, _TRIMMED_BYTES):
             self.tree.evicted_bytes = 0
             lib.trim_memory()  # small chunks leave holes in the allocator's
@@ -158,7 +147,7 @@ class BlockCache:
             node.parent = None  # so that holds keep nothing, and a policy chooses nothing of it
         self.tree = self._new_tree()
         self._holds.clear()
-        self._buffers.trim()
+        self._memory.trim()
         actions.stored, actions.removed, actions.cleared = None, [], True
 
     # Looking up and using -----------------------------------------------------------------------
@@ -247,4 +236,4 @@ class BlockCache:
     def clear(self, namespace: str | None) -> None:
         """Drop a namespace, or all of them."""
         self.tree.clear(namespace)
-        self._buffers.trim()
+        self._memory.trim()

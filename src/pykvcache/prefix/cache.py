@@ -151,7 +151,7 @@ class PrefixCache(Closing):
         wait = as_wait(tier_seconds, "tier_seconds", 3600)
         self._pool = pool_of(context)
         self._events = EventLog(min(most // 32, 16 << 20), later=self._pool.later)
-        self._blocks = BlockCache(memory.shape, most, policy, root, self._events, memory)
+        self._blocks = BlockCache(memory, most, policy, root, self._events)
         envelope = Envelope(
             model=digests["model"], layout=digests["layout"], secret=secret, memory=memory.take
         )

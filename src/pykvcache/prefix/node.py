@@ -90,11 +90,7 @@ class MemoryShape:
         and ``states`` tells after how many tokens a state is there.
         """
         return deepest(
-            limit,
-            windows,
-            states,
-            window_start=self.window_start,
-            needs_state=self.needs_state,
+            limit, windows, states, window_start=self.window_start, needs_state=self.needs_state
         )
 
     def floor(self, position: int) -> int:

@@ -52,28 +52,10 @@ class Offer:
 
 
 @dataclass
-class Plan:
-    """What of an offer is to be inserted: all that is missing, as far as it can fit.
+class Plan(Offer):
+    """What of an offer is to be inserted: the windows and states that are missing and can fit.
 
-    Attributes
-    ----------
-    n
-        Tokens that can be kept.
-    windows
-        Tokens whose window cells are missing.
-    states
-        States that are missing.
-    ends
-        Where prompts are likely to go on.
-    slack
-        Tokens before their windows that are kept with them.
-    priority
-        Of the sequence.
+    ``slack`` tokens before its windows are kept with them.
     """
 
-    n: int
-    windows: list[Range]
-    states: dict[int, EndState]
-    ends: list[int]
-    slack: int
-    priority: int
+    slack: int = 0

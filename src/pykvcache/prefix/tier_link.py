@@ -280,11 +280,7 @@ class _Out:
     """Contents of records, out of memory or of a sequence, made when they are asked for."""
 
     def __init__(
-        self,
-        memory: CacheMemory,
-        match: Match,
-        source: Source | None,
-        states: dict[int, EndState],
+        self, memory: CacheMemory, match: Match, source: Source | None, states: dict[int, EndState]
     ) -> None:
         self._memory, self._match, self._source, self._states = memory, match, source, states
 

@@ -340,7 +340,7 @@ class PrefixTree:
                 taken[at] = end
         if n <= match.n and not missing and not taken:
             return None
-        return Plan(n, missing, taken, [*ends, n], slack, offer.priority)
+        return Plan(n, missing, taken, [*ends, n], offer.priority, slack)
 
     def _least_bytes(self, n: int, ends: Sequence[int], slack: int, offer: Offer) -> int:
         """Return how many bytes a prompt of n tokens takes that can go on from some ends."""

@@ -202,19 +202,30 @@ class Envelope:
         end = _HEADER.size + length
         if end + _CHECK > len(view):
             return Rejection.TRUNCATED
-        if self._secret:
-            return self._open_secret(name, view, kind, nonce, end, of_key, (model, layout))
-        if kind in (_ENCRYPTED, _SIGNED):
-            return Rejection.LOCKED
-        if kind not in (_XXH3, _SHA256):
-            return Rejection.DAMAGED
-        if kind == _XXH3 and self._xxh3 is None:
-            return Rejection.UNVERIFIABLE
-        if self._checksum(kind, view[:end]) != view[end : end + _CHECK]:
-            return Rejection.DAMAGED
-        if (of_key, model, layout) != (name, self._model, self._layout):
+        header, check = view[: _HEADER.size], view[end : end + _CHECK]
+        content: memoryview = view[_HEADER.size : end]
+        if not self._secret:
+            if kind in (_ENCRYPTED, _SIGNED):
+                return Rejection.LOCKED
+            if kind == _XXH3 and self._xxh3 is None:
+                return Rejection.UNVERIFIABLE
+            if kind not in (_XXH3, _SHA256) or self._checksum(kind, view[:end]) != check:
+                return Rejection.DAMAGED
+        if of_key != name:
             return Rejection.FOREIGN
-        return view[_HEADER.size : end]
+        if self._secret:
+            if kind not in (_ENCRYPTED, _SIGNED):  # anyone can write a plain checksum
+                return Rejection.FORGED
+            try:
+                cipher = self._cipher(name, kind)
+                if kind == _ENCRYPTED:
+                    sealed_content = view[_HEADER.size : end + _CHECK]
+                    content = memoryview(cipher.decrypt(nonce, sealed_content, header))
+                else:
+                    cipher.decrypt(nonce, check, view[:end])
+            except (self._invalid, ValueError, OverflowError):
+                return Rejection.FORGED
+        return content if (model, layout) == (self._model, self._layout) else Rejection.FOREIGN
 
     def difference(self, sealed: Buffer) -> str:
         """Return in what the writer of a block differs from this envelope, in words; or ``""``."""
@@ -231,34 +242,6 @@ class Envelope:
         # The layout depends on the model, too.
         is_other = layout != self._layout
         return "of another layout: types of K and V, or flash attention" if is_other else ""
-
-    def _open_secret(
-        self,
-        name: bytes,
-        view: memoryview,
-        kind: int,
-        nonce: bytes,
-        end: int,
-        of_key: bytes,
-        of: tuple[bytes, bytes],
-    ) -> memoryview | Rejection:
-        """Open a block if a holder of the secret wrote it."""
-        if of_key != name:
-            return Rejection.FOREIGN
-        sealed = view[_HEADER.size : end + _CHECK]
-        try:
-            if kind == _ENCRYPTED:
-                cipher = self._cipher(name, _ENCRYPTED)
-                content = memoryview(cipher.decrypt(nonce, sealed, view[: _HEADER.size]))
-            elif kind == _SIGNED:
-                cipher = self._cipher(name, _SIGNED)
-                cipher.decrypt(nonce, view[end : end + _CHECK], view[:end])
-                content = view[_HEADER.size : end]
-            else:  # anyone can write a plain checksum
-                return Rejection.FORGED
-        except (self._invalid, ValueError, OverflowError):
-            return Rejection.FORGED
-        return content if of == (self._model, self._layout) else Rejection.FOREIGN
 
     def _cipher(self, name: bytes, kind: int) -> Any:
         """Return AES-GCM with a key of this block and kind, which few nonces share."""

@@ -7,13 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from pykvcache.prefix.stores.base import (
-    BlockStore,
-    StoreEntry,
-    check_items,
-    check_keys,
-    writable,
-)
+from pykvcache.prefix.stores.base import BlockStore, StoreEntry, check_items, check_keys, writable
 from pykvcache.prefix.stores.envelope import Envelope, Rejection
 
 if TYPE_CHECKING:
@@ -74,11 +68,7 @@ class SealedStore(BlockStore):
         return self.store.n_together
 
     def get(
-        self,
-        keys: Sequence[bytes],
-        sizes: Sequence[int],
-        *,
-        exact: bool = False,
+        self, keys: Sequence[bytes], sizes: Sequence[int], *, exact: bool = False
     ) -> list[memoryview]:
         """Return the contents of the leading run of intact blocks, without a second copy.
 
@@ -98,12 +88,7 @@ class SealedStore(BlockStore):
         return found
 
     def _get(
-        self,
-        keys: Sequence[bytes],
-        names: Sequence[bytes],
-        sizes: Sequence[int],
-        *,
-        exact: bool,
+        self, keys: Sequence[bytes], names: Sequence[bytes], sizes: Sequence[int], *, exact: bool
     ) -> list[memoryview]:
         # Reused memory may still hold this very block, which would complete one that was cut.
         if exact:

@@ -104,12 +104,7 @@ class Tier:
     """
 
     def __init__(
-        self,
-        store: BlockStore,
-        envelope: Envelope,
-        *,
-        owned: bool,
-        sink: Sink = lambda event: None,
+        self, store: BlockStore, envelope: Envelope, *, owned: bool, sink: Sink = lambda event: None
     ) -> None:
         self.medium, self.n_probes = check_facts(store)
         self.sealed = SealedStore(store, envelope)

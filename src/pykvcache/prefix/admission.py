@@ -183,4 +183,4 @@ def admit(
             n = one.n_missing
             one.chunks[:n] = source.read(one.kind, one.start, one.sizes[:n])
     except (KvCacheError, MemoryError):
-        blocks.abandon(holes, actions)
+        blocks.abandon(holes, actions, owner)

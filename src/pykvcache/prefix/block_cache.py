@@ -217,8 +217,9 @@ class BlockCache:
             self.stored += n
         return tree.holes(match)
 
-    def abandon(self, holes: list[Component], actions: Actions) -> None:
-        """Drop what was inserted just now and cannot be filled."""
+    def abandon(self, holes: list[Component], actions: Actions, owner: object | None) -> None:
+        """Drop what was inserted just now for an owner, and cannot be filled."""
+        self.release(owner, is_use=False)
         new = set() if actions.stored is None else set(actions.stored.names)
         n_removed = len(self.tree.removed)
         self.tree.discard(holes)

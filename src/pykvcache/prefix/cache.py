@@ -258,11 +258,6 @@ class PrefixCache(Closing):
         namespace
             Whose; default: the cache's.
 
-        Returns
-        -------
-        Prefetch
-            With ``wait``, ``cancel`` and ``n_tokens``.
-
         Raises
         ------
         ClosedError
@@ -287,16 +282,11 @@ class PrefixCache(Closing):
         Parameters
         ----------
         tokens
-            The prefix.
+            The prefix; ``n_tokens`` of the pin tells how many of them are kept.
         ttl
             Seconds after which it may leave; None keeps it until `Pin.release`.
         namespace
             Whose; default: the cache's.
-
-        Returns
-        -------
-        Pin
-            With ``n_tokens``: how many tokens of it are kept.
 
         Raises
         ------
@@ -351,25 +341,12 @@ class PrefixCache(Closing):
             return view_tree(self._blocks.tree, self.context.model, space)
 
     def plot(self, namespace: str | None = None) -> Figure:
-        """Draw what is kept: tokens from left to right, branches below each other.
+        """Draw what is kept of a namespace, or of all: tokens from left to right, branches below.
 
-        Needs ``pykvcache[plot]``. The darker, the more often used; framed is what sequences in use
-        and pins hold; hatched is what comes after the last full block of a prompt.
-
-        Parameters
-        ----------
-        namespace
-            Whose; default: all of them.
-
-        Returns
-        -------
-        matplotlib.figure.Figure
-            Not registered with pyplot: ``figure.savefig("tree.svg")``; notebooks show it.
-
-        Raises
-        ------
-        ImportError
-            matplotlib is not installed.
+        The darker, the more often used; framed is what sequences in use and pins hold; hatched is
+        what comes after the last full block of a prompt. The figure is not registered with pyplot:
+        ``figure.savefig("tree.svg")``; notebooks show it. Needs ``pykvcache[plot]``: raises
+        ImportError without matplotlib.
         """
         blocks = self._blocks
         title = (

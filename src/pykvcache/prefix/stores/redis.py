@@ -328,7 +328,8 @@ class RedisClusterStore(RedisStore):
     """Keep blocks in a Redis or Valkey cluster. Needs the extra ``redis``.
 
     A block lies on the node that has its key's slot. A node that is slow or gone makes misses of
-    its own blocks, until another node has its slots.
+    its own blocks, until another node has its slots. Other arguments and errors are as in
+    `RedisStore`, of each node.
 
     Parameters
     ----------
@@ -336,15 +337,11 @@ class RedisClusterStore(RedisStore):
         ``redis+cluster://user:password@host:6379,other:6379``, ``rediss+cluster://`` for TLS; also
         ``valkey+cluster://`` and ``valkeys+cluster://``. Any of the nodes; they name the others.
         Options of redis-py may follow. User, password and options are those of every node.
-    prefix, timeout, connect_timeout
-        As in `RedisStore`, of each node.
 
     Raises
     ------
     StoreError
-        As in `RedisStore`; or the URL names no host, or a server that is not part of a cluster.
-    ImportError
-        redis is not installed.
+        The URL names no host, or a server that is not part of a cluster.
     """
 
     schemes: ClassVar[frozenset[str]] = frozenset(

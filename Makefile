@@ -31,7 +31,7 @@ demo: $(VENV)/.built ## show what it does, on the model that ships with it
 	$(BIN)/python -m pykvcache demo
 	@echo
 	@echo "To go on from here:  . $(BIN)/activate"
-	@echo "Then, for example:   pykvcache chat --session talk.kv"
+	@echo "Then, for example:   pykvcache chat --session chat.kv"
 
 test: lint ## lint, types, stubs, then every test (not those marked slow)
 	$(BIN)/python -m pytest -n auto

@@ -1,4 +1,4 @@
-"""``pykvcache chat``: turns, branches, saved talks, and what each turn evaluates."""
+"""``pykvcache chat``: turns, branches, saved chats, and what each turn evaluates."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from pykvcache import (
     embedded_model_path,
 )
 from pykvcache.cli import main
-from pykvcache.cli.talk import Figures, Talk
-from pykvcache.cli.talk_files import load_talk
+from pykvcache.cli.conversation import Conversation, TurnFigures
 from pykvcache.errors import NoKvCacheSlot, StateError
 
 PLAIN = (
@@ -57,123 +56,125 @@ def ctx() -> Iterator[LlamaContext]:
         yield context
 
 
-def turn(talk: Talk, text: str, n: int = 12) -> Figures:
-    figures = Figures()
-    said = "".join(talk.say(text, n, Sampler(temperature=0), figures))
-    assert talk.messages[-1]["content"].strip() == said.strip()
+def turn(one: Conversation, text: str, n: int = 12) -> TurnFigures:
+    figures = TurnFigures()
+    said = "".join(one.say(text, n, Sampler(temperature=0), figures))
+    assert one.messages[-1]["content"].strip() == said.strip()
     return figures
 
 
-def assert_right(talk: Talk) -> None:
+def assert_right(one: Conversation) -> None:
     """The logits are those of a fresh run over the tokens (float16 weights round)."""
-    ctx = talk.context
-    with LlamaSequence(ctx, talk.sequence.tokens) as fresh:
-        assert np.allclose(talk.sequence.logits(), fresh.logits(), atol=0.02)
+    ctx = one.context
+    with LlamaSequence(ctx, one.sequence.tokens) as fresh:
+        assert np.allclose(one.sequence.logits(), fresh.logits(), atol=0.02)
 
 
 def test_a_turn_evaluates_what_is_new(ctx: LlamaContext) -> None:
-    talk = Talk(LlamaSequence(ctx))
-    first = turn(talk, "Lucy has a kite.")
+    one = Conversation(LlamaSequence(ctx))
+    first = turn(one, "Lucy has a kite.")
     assert first.reused == 0
-    before = len(talk.sequence)
-    second = turn(talk, "Who has the kite?")
+    before = len(one.sequence)
+    second = turn(one, "Who has the kite?")
     assert second.reused >= before - 1
-    assert_right(talk)
+    assert_right(one)
 
 
 def test_rewind_and_fork(ctx: LlamaContext) -> None:
-    talk = Talk(LlamaSequence(ctx), [{"role": "system", "content": "Be kind."}])
-    turn(talk, "Lucy has a kite.")
-    other = talk.fork()
-    turn(talk, "Tom has a dog.")
+    one = Conversation(LlamaSequence(ctx), [{"role": "system", "content": "Be kind."}])
+    turn(one, "Lucy has a kite.")
+    other = one.fork()
+    turn(one, "Tom has a dog.")
     turn(other, "Ben has a hat.")
-    assert [m["content"] for m in talk.messages][:2] == [m["content"] for m in other.messages][:2]
-    assert_right(talk)
+    assert [m["content"] for m in one.messages][:2] == [m["content"] for m in other.messages][:2]
+    assert_right(one)
     assert_right(other)
-    assert talk.rewind(1) == 1
-    assert talk.messages == other.messages[:3]
-    again = turn(talk, "Ben has a hat.")
-    assert talk.sequence.tokens.tolist() == other.sequence.tokens.tolist()
+    assert one.rewind(1) == 1
+    assert one.messages == other.messages[:3]
+    again = turn(one, "Ben has a hat.")
+    assert one.sequence.tokens.tolist() == other.sequence.tokens.tolist()
     assert again.reused > 0
-    assert talk.rewind(99) == 2
-    assert talk.messages == [{"role": "system", "content": "Be kind."}]
-    turn(talk, "Anew.")
-    assert_right(talk)
+    assert one.rewind(99) == 2
+    assert one.messages == [{"role": "system", "content": "Be kind."}]
+    turn(one, "Anew.")
+    assert_right(one)
 
 
-def test_the_oldest_turns_make_room(ctx: LlamaContext) -> None:
-    talk = Talk(LlamaSequence(ctx), [{"role": "system", "content": "Be kind."}])
-    forgotten = 0
+def test_the_oldest_turns_are_dropped_to_make_room(ctx: LlamaContext) -> None:
+    one = Conversation(LlamaSequence(ctx), [{"role": "system", "content": "Be kind."}])
+    dropped = 0
     for i in range(24):
-        figures = turn(talk, f"This is turn {i} of a long talk about nothing at all.", 24)
-        forgotten += figures.forgotten
-        assert len(talk.sequence) <= ctx.n_ctx_seq
+        figures = turn(one, f"This is turn {i} of a long talk about nothing at all.", 24)
+        dropped += figures.dropped
+        assert len(one.sequence) <= ctx.n_ctx_seq
         assert figures.finish in ("length", "stop")
-    assert forgotten > 0
-    assert talk.messages[0]["role"] == "system"
-    assert len(talk.messages) == 1 + 2 * len(talk.turns)
-    assert talk.text == ctx.model.apply_chat_template(
-        talk.messages, add_generation_prompt=False
+    assert dropped > 0
+    assert one.messages[0]["role"] == "system"
+    assert len(one.messages) == 1 + 2 * len(one.turns)
+    assert one.text == ctx.model.apply_chat_template(
+        one.messages, add_generation_prompt=False
     ).removesuffix("\n")
 
 
-def test_an_interrupted_answer_stays_as_far_as_it_came(ctx: LlamaContext) -> None:
-    talk = Talk(LlamaSequence(ctx))
-    figures = Figures()
-    answer = talk.say("Lucy has a kite.", 40, Sampler(temperature=0), figures)
+def test_an_interrupted_answer_keeps_its_text_so_far(ctx: LlamaContext) -> None:
+    one = Conversation(LlamaSequence(ctx))
+    figures = TurnFigures()
+    answer = one.say("Lucy has a kite.", 40, Sampler(temperature=0), figures)
     for _ in range(5):
         next(answer)
     answer.close()
     assert figures.finish == "interrupted"
     assert figures.generated >= 5
-    turn(talk, "Go on.")
-    assert_right(talk)
+    turn(one, "Go on.")
+    assert_right(one)
 
 
-def test_a_talk_in_a_file(ctx: LlamaContext, tmp_path: Path) -> None:
-    talk = Talk(LlamaSequence(ctx))
-    turn(talk, "Lucy has a kite.")
-    talk.save(str(tmp_path / "talk.kv"))
+def test_a_chat_in_a_file(ctx: LlamaContext, tmp_path: Path) -> None:
+    one = Conversation(LlamaSequence(ctx))
+    turn(one, "Lucy has a kite.")
+    one.save(str(tmp_path / "chat.kv"))
     evaluated = ctx.tokens_evaluated
-    back = load_talk(ctx, str(tmp_path / "talk.kv"))
+    back = Conversation.load(ctx, str(tmp_path / "chat.kv"))
     assert ctx.tokens_evaluated == evaluated
-    assert (back.messages, back.turns, back.text) == (talk.messages, talk.turns, talk.text)
-    assert turn(back, "Go on.").reused >= len(talk.sequence) - 1
-    LlamaSequence(ctx, "no talk").save(tmp_path / "other.kv")
-    with pytest.raises(StateError, match=r"other\.kv: not a talk"):
-        load_talk(ctx, str(tmp_path / "other.kv"))
+    assert (back.messages, back.turns, back.text) == (one.messages, one.turns, one.text)
+    assert turn(back, "Go on.").reused >= len(one.sequence) - 1
+    LlamaSequence(ctx, "no chat").save(tmp_path / "other.kv")
+    with pytest.raises(StateError, match=r"other\.kv: neither a chat"):
+        Conversation.load(ctx, str(tmp_path / "other.kv"))
 
 
-def test_a_sequence_with_messages_beside_it_is_a_talk(ctx: LlamaContext, tmp_path: Path) -> None:
-    """As docs/how-to/chat.md saves one, here with the template of the model itself."""
-    path = str(tmp_path / "talk.kv")
+def test_a_sequence_with_messages_in_its_metadata_is_a_chat(
+    ctx: LlamaContext, tmp_path: Path
+) -> None:
+    """As docs/how-to/chat.md saves one, with the model's own template."""
+    path = str(tmp_path / "chat.kv")
     with LlamaModel(embedded_model_path()) as model, LlamaContext(model, n_ctx=512) as own:
-        talk, messages = LlamaSequence(own), list[dict[str, str]]()
+        one, messages = LlamaSequence(own), list[dict[str, str]]()
         for text in ("Lucy has a red kite. Tom is a baker. Who is the baker?", "Who is Tom?"):
             messages.append({"role": "user", "content": text})
             prompt = model.apply_chat_template(messages)
-            talk.sync(model.tokenize(prompt, add_special=False, parse_special=True))
-            answer = "".join(talk.stream(30, stop=['"', "\n"]))
+            one.sync(model.tokenize(prompt, add_special=False, parse_special=True))
+            answer = "".join(one.stream(30, stop=['"', "\n"]))
             messages.append({"role": "assistant", "content": answer})
-        talk.save(path, {"messages": []})
-        with pytest.raises(StateError, match="not a talk that"):
-            load_talk(own, path)
-        talk.save(path, {"messages": messages, "title": "Tom"})
+        one.save(path, {"messages": []})
+        with pytest.raises(StateError, match="neither a chat that"):
+            Conversation.load(own, path)
+        one.save(path, {"messages": messages, "title": "Tom"})
         before = own.tokens_evaluated
-        back = load_talk(own, path)
+        back = Conversation.load(own, path)
         assert own.tokens_evaluated == before
         assert back.messages == messages
         assert len(back.sequence) - back.sequence.n_evaluated <= 1, "nothing is evaluated again"
         assert back.text == model.apply_chat_template(messages, add_generation_prompt=False)
         assert model.detokenize(back.sequence.tokens).strip() == back.text
-        assert turn(back, "Who has the red kite?", 40).reused >= len(talk) - 2
+        assert turn(back, "Who has the red kite?", 40).reused >= len(one) - 2
         assert back.rewind(2) == 2
         assert back.messages == messages[:2]
         assert model.detokenize(back.sequence.tokens).strip() == back.text
         back.save(path)
         beside = describe_state(path).metadata["metadata"]
         assert (beside["messages"], beside["title"]) == (messages[:2], "Tom")
-        again = load_talk(own, path)
+        again = Conversation.load(own, path)
         assert (again.messages, again.turns) == (back.messages, back.turns)
         for wrong in (
             [{"role": "user"}],
@@ -182,65 +183,64 @@ def test_a_sequence_with_messages_beside_it_is_a_talk(ctx: LlamaContext, tmp_pat
             5,
             [],
         ):
-            talk.save(path, {"messages": wrong})
-            with pytest.raises(StateError, match=r"talk\.kv: "):
-                load_talk(own, path)
+            one.save(path, {"messages": wrong})
+            with pytest.raises(StateError, match=r"chat\.kv: "):
+                Conversation.load(own, path)
 
 
-def test_damage_is_said_before_anything_else(ctx: LlamaContext, tmp_path: Path) -> None:
+def test_damage_is_reported_first(ctx: LlamaContext, tmp_path: Path) -> None:
     path = tmp_path / "other.kv"
-    with LlamaSequence(ctx, "no talk") as plain:
+    with LlamaSequence(ctx, "no chat") as plain:
         plain.evaluate()
         plain.save(path)
     sound = path.read_bytes()
     for data in (sound[:-9] + bytes([sound[-9] ^ 1]) + sound[-8:], sound[:-1], b"short"):
         path.write_bytes(data)
-        with pytest.raises(StateError, match=r"other\.kv: (?!not a talk)"):
-            load_talk(ctx, str(path))
+        with pytest.raises(StateError, match=r"other\.kv: (?!neither a chat)"):
+            Conversation.load(ctx, str(path))
     ctx.save_context(path)
-    with pytest.raises(StateError, match=r"other\.kv: not a talk"):
-        load_talk(ctx, str(path))
+    with pytest.raises(StateError, match=r"other\.kv: neither a chat"):
+        Conversation.load(ctx, str(path))
 
 
-def test_what_a_turn_took_is_evaluation(ctx: LlamaContext) -> None:
+def test_the_figures_of_a_turn_are_those_of_evaluation(ctx: LlamaContext) -> None:
     """The first turn of a process imports Jinja2; and no token is evaluated twice."""
-    talk = Talk(LlamaSequence(ctx))
-    figures = turn(talk, "Lucy has a kite.")
-    assert ctx.tokens_evaluated == len(talk.sequence) - 1
+    one = Conversation(LlamaSequence(ctx))
+    figures = turn(one, "Lucy has a kite.")
+    assert ctx.tokens_evaluated == len(one.sequence) - 1
     assert figures.evaluating > 0
     assert figures.generating > 0
 
 
 def test_a_turn_that_cannot_fit_changes_nothing(ctx: LlamaContext) -> None:
-    talk = Talk(LlamaSequence(ctx), [{"role": "system", "content": "Be kind."}])
-    turn(talk, "Lucy has a kite.")
-    turn(talk, "Tom has a dog.")
-    before = talk.sequence.tokens.tolist(), list(talk.messages), list(talk.turns), talk.text
+    one = Conversation(LlamaSequence(ctx), [{"role": "system", "content": "Be kind."}])
+    turn(one, "Lucy has a kite.")
+    turn(one, "Tom has a dog.")
+    before = one.sequence.tokens.tolist(), list(one.messages), list(one.turns), one.text
     with pytest.raises(NoKvCacheSlot, match="room for 512: start the chat with a larger --n-ctx"):
-        turn(talk, "Lucy has a kite. " * 200)
-    now = talk.sequence.tokens.tolist(), talk.messages, talk.turns, talk.text
+        turn(one, "Lucy has a kite. " * 200)
+    now = one.sequence.tokens.tolist(), one.messages, one.turns, one.text
     assert now == before
-    assert turn(talk, "Who has the kite?").reused > 0
-    assert_right(talk)
+    assert turn(one, "Who has the kite?").reused > 0
+    assert_right(one)
 
 
 def test_an_answer_ends_with_the_quote_that_the_template_opened() -> None:
-    """The embedded model's template: the next turn finds all of the talk, and no quote twice."""
+    """The embedded model's template: the next turn finds all of the chat, and no quote twice."""
     with (
         LlamaModel(embedded_model_path()) as model,
         LlamaContext(model, n_ctx=512, type_k="f32", type_v="f32", flash_attn="disabled") as ctx,
     ):
-        talk = Talk(LlamaSequence(ctx))
+        one = Conversation(LlamaSequence(ctx))
         assert (
-            turn(talk, "Lucy has a red kite. Tom is a baker. Who is the baker?", 40).finish
-            == "stop"
+            turn(one, "Lucy has a red kite. Tom is a baker. Who is the baker?", 40).finish == "stop"
         )
-        assert talk.messages[-1]["content"] == "The baker is Tom."
-        before = len(talk.sequence)
-        assert turn(talk, "Who has the red kite?", 40).reused >= before - 1
-        assert talk.messages[-1]["content"] == "The red kite belongs to Lucy."
-        assert talk.text == model.apply_chat_template(talk.messages, add_generation_prompt=False)
-        assert_right(talk)
+        assert one.messages[-1]["content"] == "The baker is Tom."
+        before = len(one.sequence)
+        assert turn(one, "Who has the red kite?", 40).reused >= before - 1
+        assert one.messages[-1]["content"] == "The red kite belongs to Lucy."
+        assert one.text == model.apply_chat_template(one.messages, add_generation_prompt=False)
+        assert_right(one)
 
 
 def chat(*args: str, lines: str) -> subprocess.CompletedProcess[str]:
@@ -251,8 +251,8 @@ def chat(*args: str, lines: str) -> subprocess.CompletedProcess[str]:
 def test_a_chat_survives_a_restart(tmp_path: Path) -> None:
     """As docs/how-to/chat.md shows it, but for the times."""
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "chat.md").read_text("utf-8")
-    session = str(tmp_path / "talk.kv")
-    runs = [run.splitlines() for run in page.split("$ pykvcache chat -t 0 --session talk.kv\n")[1:]]
+    session = str(tmp_path / "chat.kv")
+    runs = [run.splitlines() for run in page.split("$ pykvcache chat -t 0 --session chat.kv\n")[1:]]
     runs[-1] = runs[-1][: runs[-1].index("```")]
     assert len(runs) == 2
     for shown in runs:
@@ -279,9 +279,9 @@ def test_commands_of_the_chat() -> None:
     done = chat(lines=lines)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^\* there: 2 turns", done.stdout, re.M)
-    assert "1 turn taken back: 0 turns left" in done.stderr
+    assert "1 turn removed: 0 turns left" in done.stderr
     wrongs = ["/nothing", "/save FILE", "nowhere", "there already", "a number of turns"]
-    wrongs += ["there are 0 turns to take back", "(No such file or directory: nofile)"]
+    wrongs += ["there are 0 turns to remove", "(No such file or directory: nofile)"]
     for wrong in wrongs:
         assert wrong in done.stderr
     assert "/rewind [N]" in done.stdout
@@ -291,22 +291,22 @@ def test_commands_of_the_chat() -> None:
 def test_a_file_that_is_not_a_chat_ends_the_chat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "text").write_text("not a talk")
+    (tmp_path / "text").write_text("neither a chat")
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
     assert main(["chat", "-s", str(tmp_path / "text")]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "text: " in error
-    assert (tmp_path / "text").read_text() == "not a talk"
+    assert (tmp_path / "text").read_text() == "neither a chat"
 
 
-def test_a_session_with_other_types_says_what_to_do(
+def test_a_session_with_other_types_is_refused_with_a_hint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    talk, converted = str(tmp_path / "talk.kv"), str(tmp_path / "converted.kv")
+    one, converted = str(tmp_path / "chat.kv"), str(tmp_path / "converted.kv")
     monkeypatch.setattr(sys, "stdin", io.StringIO("Lucy has a kite.\n"))
-    assert main(["chat", "-n", "8", "-s", talk]) == 0
-    assert main(["chat", "-s", talk, "--type-k", "q8_0"]) == 1
+    assert main(["chat", "-n", "8", "-s", one]) == 0
+    assert main(["chat", "-s", one, "--type-k", "q8_0"]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert "saved with --type-k f16 --type-v f16" in error
     command = error.partition("pykvcache state convert ")[2].replace("OUT", converted)
@@ -317,31 +317,31 @@ def test_a_session_with_other_types_says_what_to_do(
 
 
 def test_a_file_without_its_option_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chat", "talk.kv"]) == 2
+    assert main(["chat", "chat.kv"]) == 2
     error = capsys.readouterr().err
-    assert "--session talk.kv" in error
+    assert "--session chat.kv" in error
     assert error.count("\n") == 1
 
 
-def test_a_session_that_cannot_be_kept_ends_the_chat_before_a_word_is_said(
+def test_a_session_in_a_missing_folder_is_refused_before_the_first_turn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["chat", "-s", str(tmp_path / "none" / "talk.kv")]) == 2
+    assert main(["chat", "-s", str(tmp_path / "none" / "chat.kv")]) == 2
     assert "there is no folder" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder nobody can write to")
-def test_a_folder_that_cannot_be_written_ends_the_chat_before_a_word_is_said(
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that cannot be written")
+def test_a_session_in_a_read_only_folder_is_refused_before_the_first_turn(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["chat", "-s", "/proc/talk.kv"]) == 1
+    assert main(["chat", "-s", "/proc/chat.kv"]) == 1
     assert "no file can be made in /proc" in capsys.readouterr().err
 
 
-def test_a_turn_that_cannot_be_kept_does_not_end_the_chat(
+def test_a_turn_that_cannot_be_saved_does_not_end_the_chat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "talks"
+    folder = tmp_path / "chats"
     folder.mkdir()
     lines = iter(["Lucy has a kite.\n", "Tom has a dog.\n", ""])
 
@@ -352,6 +352,6 @@ def test_a_turn_that_cannot_be_kept_does_not_end_the_chat(
             return line
 
     monkeypatch.setattr(sys, "stdin", Typing())
-    assert main(["chat", "-t", "0", "-n", "8", "-s", str(folder / "talk.kv")]) == 0
-    assert capsys.readouterr().err.count("this turn is not kept: there is no folder") == 1
-    assert (folder / "talk.kv").exists()
+    assert main(["chat", "-t", "0", "-n", "8", "-s", str(folder / "chat.kv")]) == 0
+    assert capsys.readouterr().err.count("this turn is not saved: there is no folder") == 1
+    assert (folder / "chat.kv").exists()

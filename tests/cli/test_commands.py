@@ -262,7 +262,7 @@ def test_bench_gives_figures_of_all(capsys: Capture) -> None:
     found = json.loads(out_of(capsys, "bench", "-n", "64", "--repeat", "1", "--json"))
     names = ("evaluate", "fork", "take_out", "put_back", "load", "generate_32", "generate_8x32")
     assert all(found[name] > 0 for name in names)
-    assert "times quicker" in out_of(capsys, "bench", "-n", "64", "--repeat", "1")
+    assert "times faster" in out_of(capsys, "bench", "-n", "64", "--repeat", "1")
 
 
 @pytest.mark.parametrize("text", ["7 --5", "7 " + "9" * 5000, "x"])

@@ -31,7 +31,7 @@ def test_it_warns_and_says_why_it_cannot_begin() -> None:
 def test_what_is_no_place_to_listen_at_is_refused() -> None:
     for words, what in (
         (["--port", "0"], "0 is not in"),
-        (["--host", "no-such-host.invalid"], "leads nowhere"),
+        (["--host", "no-such-host.invalid"], "is not a known host"),
         (["--device", "CUDA99"], "is not one of CPU"),
     ):
         done = serve(*words)

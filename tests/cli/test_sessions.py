@@ -1,4 +1,4 @@
-"""The file of ``pykvcache chat --session`` holds what the chat says it holds."""
+"""The file of ``pykvcache chat --session`` holds the branch that the chat says it holds."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ from pykvcache import (
     embedded_model_path,
 )
 from pykvcache.cli import main
-from pykvcache.cli.commands import Commands
-from pykvcache.cli.talk import FORMAT, Talk
-from pykvcache.cli.talk_files import load_talk
+from pykvcache.cli.chat import Chat
+from pykvcache.cli.conversation import FORMAT, Conversation
 from pykvcache.errors import StateError, UnsupportedOperation
 from support.breaking import make_breaking
 
@@ -43,7 +42,7 @@ Logits = NDArray[np.float32]
 
 @pytest.fixture(autouse=True)
 def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No power fails here, and there are thousands of files."""
+    """Thousands of files are written, and none needs to survive a power failure."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
@@ -56,9 +55,9 @@ def ctx() -> Iterator[LlamaContext]:
         yield context
 
 
-def run(ctx: LlamaContext, path: Path, *lines: str, max_tokens: int = 6) -> Commands:
-    """Say some lines in a chat, as `pykvcache chat` does."""
-    chat = Commands(ctx, None, str(path))
+def run(ctx: LlamaContext, path: Path, *lines: str, max_tokens: int = 6) -> Chat:
+    """Give a chat some lines, as `pykvcache chat` does."""
+    chat = Chat(ctx, None, str(path))
     chat.begin()
     for line in lines:
         if line.startswith("/"):
@@ -69,43 +68,43 @@ def run(ctx: LlamaContext, path: Path, *lines: str, max_tokens: int = 6) -> Comm
     return chat
 
 
-def assert_is_of_its_messages(talk: Talk) -> None:
+def assert_is_of_its_messages(one: Conversation) -> None:
     """The text is the template's, but for the last answer, which may be trimmed later."""
-    whole = talk.context.model.apply_chat_template(talk.messages, add_generation_prompt=False)
-    held = talk.context.model.detokenize(talk.sequence.tokens)
+    whole = one.context.model.apply_chat_template(one.messages, add_generation_prompt=False)
+    held = one.context.model.detokenize(one.sequence.tokens)
     for text in (whole, held):  # spaces between tokens are the tokenizer's
-        assert "".join(text.split()) == "".join(talk.text.split())
-    assert len(talk.turns) == sum(m["role"] == "user" for m in talk.messages)
+        assert "".join(text.split()) == "".join(one.text.split())
+    assert len(one.turns) == sum(m["role"] == "user" for m in one.messages)
 
 
 def said_in(ctx: LlamaContext, path: Path) -> list[str]:
-    talk = load_talk(ctx, str(path))
-    found = [message["content"] for message in talk.messages if message["role"] == "user"]
-    assert len(talk.turns) == len(found)
-    talk.sequence.close()
+    one = Conversation.load(ctx, str(path))
+    found = [message["content"] for message in one.messages if message["role"] == "user"]
+    assert len(one.turns) == len(found)
+    one.sequence.close()
     return found
 
 
 @pytest.mark.parametrize(
     ("lines", "kept", "what"),
     [
-        (["one", "two"], ["one", "two"], "holds this talk"),
-        (["one", "two", "/rewind"], ["one"], "holds this talk"),
-        (["one", "/rewind"], [], "holds this talk"),
-        (["one", "two", "/fork b", "/rewind"], ["one"], "holds this talk"),
-        (["one", "two", "/fork b", "/switch main", "/rewind"], ["one"], "holds this talk"),
-        (["one", "two", "/rewind", "/fork b", "/switch main"], ["one"], "holds this talk"),
+        (["one", "two"], ["one", "two"], "holds this chat"),
+        (["one", "two", "/rewind"], ["one"], "holds this chat"),
+        (["one", "/rewind"], [], "holds this chat"),
+        (["one", "two", "/fork b", "/rewind"], ["one"], "holds this chat"),
+        (["one", "two", "/fork b", "/switch main", "/rewind"], ["one"], "holds this chat"),
+        (["one", "two", "/rewind", "/fork b", "/switch main"], ["one"], "holds this chat"),
         (["one", "/fork b", "two", "/switch main"], ["one", "two"], "holds branch b"),
-        (["one", "/fork b", "two", "/switch main"], ["one", "two"], "not kept: branch main"),
+        (["one", "/fork b", "two", "/switch main"], ["one", "two"], "not saved: branch main"),
         (["one", "/fork b", "two", "/switch main", "three"], ["one", "three"], "branch b"),
         (["one", "/save {a}", "/fork b", "two", "/save {a}"], ["one", "two"], "branch main"),
-        (["one", "/load {other}"], ["one"], "holds another talk"),
-        (["one", "/load {other}", "two"], ["elsewhere", "two"], "holds this talk"),
-        (["/load {other}"], ["elsewhere"], "holds this talk"),
-        (["one", "/save {session}"], ["one"], "holds this talk"),
+        (["one", "/load {other}"], ["one"], "holds another chat"),
+        (["one", "/load {other}", "two"], ["elsewhere", "two"], "holds this chat"),
+        (["/load {other}"], ["elsewhere"], "holds this chat"),
+        (["one", "/save {session}"], ["one"], "holds this chat"),
     ],
 )
-def test_the_end_says_what_the_file_holds(
+def test_the_end_reports_what_the_file_holds(
     lines: list[str],
     kept: list[str],
     what: str,
@@ -127,8 +126,8 @@ def test_the_end_says_what_the_file_holds(
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows handles it as Python does")
 def test_ctrl_c_loses_no_turn(ctx: LlamaContext, tmp_path: Path) -> None:
-    """The answer ends, or the turn is gone; the talk goes on, and the file holds it."""
-    path = tmp_path / "talk.kv"
+    """The answer ends, or the turn is gone; the chat goes on, and the file holds it."""
+    path = tmp_path / "chat.kv"
     chat = run(ctx, path, "one")
     lines = ["a long message about nothing", "/rewind", "another one", f"/save {path}.more"]
 
@@ -148,21 +147,21 @@ def test_ctrl_c_loses_no_turn(ctx: LlamaContext, tmp_path: Path) -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     chat.answer("the last", 3, GREEDY)
-    assert_is_of_its_messages(chat.talk)
+    assert_is_of_its_messages(chat.branch)
     chat.end()
-    users = [m["content"] for m in chat.talk.messages if m["role"] == "user"]
+    users = [m["content"] for m in chat.branch.messages if m["role"] == "user"]
     assert said_in(ctx, path) == users
     assert users[-1] == "the last"
 
 
-def test_a_turn_that_nobody_reads_is_kept(
+def test_a_turn_is_saved_although_the_output_is_closed(
     ctx: LlamaContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    path = tmp_path / "talk.kv"
-    chat = Commands(ctx, None, str(path))
+    path = tmp_path / "chat.kv"
+    chat = Chat(ctx, None, str(path))
     chat.begin()
     monkeypatch.setattr(click, "secho", full)  # remarks
     chat.answer("one", 3, GREEDY)
@@ -173,12 +172,12 @@ def test_a_turn_that_nobody_reads_is_kept(
     assert said_in(ctx, path) == ["one", "two"]
 
 
-def test_what_another_chat_has_written_stays(
+def test_a_file_that_another_chat_wrote_is_not_overwritten(
     ctx: LlamaContext, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "talk.kv"
+    path = tmp_path / "chat.kv"
     run(ctx, path, "one")
-    first, second = Commands(ctx, None, str(path)), Commands(ctx, None, str(path))
+    first, second = Chat(ctx, None, str(path)), Chat(ctx, None, str(path))
     first.begin()
     second.begin()
     first.answer("of the first", 3, GREEDY)
@@ -186,7 +185,7 @@ def test_what_another_chat_has_written_stays(
     second.answer("of the second", 3, GREEDY)
     assert "another program has written" in capsys.readouterr().err
     second.end()
-    assert "holds another talk" in capsys.readouterr().err
+    assert "holds another chat" in capsys.readouterr().err
     assert said_in(ctx, path) == ["one", "of the first"]
     second.obey(f"/save {tmp_path / 'second.kv'}")
     assert said_in(ctx, tmp_path / "second.kv") == ["one", "of the second"]
@@ -199,17 +198,17 @@ def test_a_session_that_was_cut_is_made_whole_from_its_messages(
     whole, cut = tmp_path / "whole.kv", tmp_path / "cut.kv"
     run(ctx, whole, "Tom is a baker.", "Sam has a dog.")
     assert main(["state", "cut", str(whole), str(cut), "-n", str(n)]) == 0
-    talk = load_talk(ctx, str(cut))
-    text = ctx.model.apply_chat_template(talk.messages, add_generation_prompt=False)
+    one = Conversation.load(ctx, str(cut))
+    text = ctx.model.apply_chat_template(one.messages, add_generation_prompt=False)
     tokens = ctx.model.tokenize(text, add_special=False, parse_special=True)
-    assert talk.sequence.tokens.tolist() == tokens.tolist()
-    assert len(talk.turns) == 2
+    assert one.sequence.tokens.tolist() == tokens.tolist()
+    assert len(one.turns) == 2
     # A model without a template cannot say how its messages are put together.
     with make_plain() as plain, LlamaContext(plain, n_ctx=512) as other:
         run(other, tmp_path / "plain.kv", "Tom is a baker.", "Sam has a dog.")
         main(["state", "cut", str(tmp_path / "plain.kv"), str(cut), "-n", str(n)])
         with pytest.raises(StateError, match="its tokens are not those of its messages"):
-            load_talk(other, str(cut))
+            Conversation.load(other, str(cut))
 
 
 def make_plain() -> LlamaModel:
@@ -223,21 +222,21 @@ def make_plain() -> LlamaModel:
 
 def test_two_messages_of_the_user_in_a_row_are_two_turns(ctx: LlamaContext, tmp_path: Path) -> None:
     """As an agent's file has them, whose turns are dropped when the cache is full."""
-    path, roles = tmp_path / "talk.kv", ["user", "user", "assistant", "user", "assistant"]
+    path, roles = tmp_path / "chat.kv", ["user", "user", "assistant", "user", "assistant"]
     messages = [{"role": role, "content": f"This is message {i}."} for i, role in enumerate(roles)]
     with LlamaSequence(ctx, "x") as one:
         one.save(path, {"messages": messages})
-    chat = Commands(ctx, None, str(path))
+    chat = Chat(ctx, None, str(path))
     chat.begin()
     for i in range(12):
         chat.answer(f"This is turn {i} of a long talk about nothing at all.", 24, GREEDY)
-        users = [m for m in chat.talk.messages if m["role"] == "user"]
-        assert len(users) == len(chat.talk.turns)
-        assert chat.talk.messages[0]["role"] == "user"
-    n = len(chat.talk.turns)
+        users = [m for m in chat.branch.messages if m["role"] == "user"]
+        assert len(users) == len(chat.branch.turns)
+        assert chat.branch.messages[0]["role"] == "user"
+    n = len(chat.branch.turns)
     assert n < 15  # some were dropped
     chat.obey(f"/rewind {n}")
-    assert chat.talk.messages == []
+    assert chat.branch.messages == []
 
 
 FORGED: list[Callable[[dict[str, Any]], object]] = [
@@ -266,42 +265,42 @@ def save_forged(ctx: LlamaContext, path: Path, forge: Callable[[dict[str, Any]],
 
 
 @pytest.mark.parametrize("forge", FORGED)
-def test_a_note_that_cannot_be_true_is_refused(
+def test_forged_metadata_is_refused(
     forge: Callable[[dict[str, Any]], object], ctx: LlamaContext, tmp_path: Path
 ) -> None:
-    path = tmp_path / "talk.kv"
+    path = tmp_path / "chat.kv"
     save_forged(ctx, path, forge)
-    with pytest.raises(StateError, match="not a talk"):
-        load_talk(ctx, str(path))
+    with pytest.raises(StateError, match="neither a chat"):
+        Conversation.load(ctx, str(path))
 
 
 @pytest.mark.parametrize("forge", ODD)
-def test_where_turns_cannot_begin_they_are_looked_for(
+def test_impossible_places_of_turns_are_computed_anew(
     forge: Callable[[dict[str, Any]], object], ctx: LlamaContext, tmp_path: Path
 ) -> None:
-    path = tmp_path / "talk.kv"
+    path = tmp_path / "chat.kv"
     save_forged(ctx, path, forge)
     assert said_in(ctx, path) == ["one", "two"]
     chat = run(ctx, path, "/rewind", "three")
-    assert_is_of_its_messages(chat.talk)
+    assert_is_of_its_messages(chat.branch)
     assert said_in(ctx, path) == ["one", "three"]
 
 
-def test_a_memory_without_states_keeps_no_session(make_context: Any, tmp_path: Path) -> None:
-    chat = Commands(make_context("deepseek4"), None, str(tmp_path / "talk.kv"))
+def test_a_memory_without_states_refuses_a_session(make_context: Any, tmp_path: Path) -> None:
+    chat = Chat(make_context("deepseek4"), None, str(tmp_path / "chat.kv"))
     with pytest.raises(UnsupportedOperation, match="save"):
         chat.begin()
 
 
-def test_a_turn_that_cannot_be_evaluated_is_no_turn(tmp_path: Path) -> None:
+def test_a_turn_that_cannot_be_evaluated_is_removed(tmp_path: Path) -> None:
     with LlamaModel(make_breaking(tmp_path, [30])) as model, LlamaContext(model, n_ctx=256) as ctx:
-        chat = Commands(ctx, None, None)
+        chat = Chat(ctx, None, None)
         chat.begin()
         chat.answer("hello", 3, GREEDY)
-        before = chat.talk.snapshot()
+        before = chat.branch.snapshot()
         chat.answer("hello " + model.token_to_piece(30).decode(), 3, GREEDY)
-        assert chat.talk.snapshot() == before
-        assert isinstance(chat.talk, Talk)
+        assert chat.branch.snapshot() == before
+        assert isinstance(chat.branch, Conversation)
 
 
 SHORTENED = (
@@ -312,7 +311,7 @@ SHORTENED = (
 
 
 class Shortening(LlamaModel):
-    """As models that think do: earlier answers are put otherwise when more follows."""
+    """Shortens earlier answers once more messages follow, as templates of reasoning models do."""
 
     @property
     def chat_template(self) -> str | None:
@@ -323,19 +322,19 @@ class Shortening(LlamaModel):
 
 
 def test_a_template_that_shortens_earlier_answers(tmp_path: Path) -> None:
-    path = tmp_path / "talk.kv"
+    path = tmp_path / "chat.kv"
     with (
         Shortening(embedded_model_path()) as model,
         LlamaContext(model, n_ctx=256, n_seq_max=4, n_threads=1) as ctx,
     ):
-        chat = Commands(ctx, None, str(path))
+        chat = Chat(ctx, None, str(path))
         chat.begin()
         for i in range(14):
             chat.answer(f"Turn {i}: a rather long message about nothing.", 24, GREEDY)
-            assert_is_of_its_messages(chat.talk)
+            assert_is_of_its_messages(chat.branch)
             if i % 4 == 3:
                 chat.obey("/rewind")
-            users = [m["content"] for m in chat.talk.messages if m["role"] == "user"]
+            users = [m["content"] for m in chat.branch.messages if m["role"] == "user"]
         chat.end()
         assert len(users) < 10  # some were dropped
         assert said_in(ctx, path) == users

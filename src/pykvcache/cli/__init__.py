@@ -19,8 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0; 1 after a failure and 2 after wrong usage, which are reported in one line on stderr;
-        130 after Ctrl-C.
+        0 for success, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C. Failures and wrong
+        usage are reported in one line on stderr.
     """
     try:
         try:
@@ -32,6 +32,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             return 1
         from pykvcache.cli.app import run
-    except KeyboardInterrupt:  # while it is imported
+    except KeyboardInterrupt:  # during the imports
         return 130
     return run(sys.argv[1:] if argv is None else argv)

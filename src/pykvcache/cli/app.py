@@ -1,4 +1,4 @@
-"""The commands together, and what their errors look like."""
+"""The group of all commands, and how their errors are reported."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ _EPILOG = """
 Start here:
   pykvcache demo                            forks, rewinds and shifts, each checked
   pykvcache generate "Once upon a time"     text from the small model in the package
-  pykvcache info model.gguf                 what its cache can do, and what it costs
-  pykvcache chat -m model.gguf              talk; /fork, /rewind, /help
-  pykvcache chat -m model.gguf -s talk.kv   the same, kept for next time
+  pykvcache info model.gguf                 what its cache can do, and its size
+  pykvcache chat -m model.gguf              a chat with /fork, /rewind, /help
+  pykvcache chat -m model.gguf -s chat.kv   the same, saved for next time
+  pykvcache serve -m model.gguf             a server for OpenAI's and Anthropic's clients
 
-Without -m, PYKVCACHE_MODEL names the model; without that it is a 4 MB story model that comes with
-the package.
+Without -m the model is the one that PYKVCACHE_MODEL names, or else the 4 MB story model in the
+package.
 """
 
 
@@ -48,7 +49,7 @@ the package.
 )
 @click.version_option(package_name="pykvcache", message="%(prog)s %(version)s")
 def app() -> None:
-    """llama.cpp's KV cache as a Python object: generate, chat, look inside, save and restore."""
+    """llama.cpp's KV cache: generate, chat, serve, look inside, save and restore."""
 
 
 for command in (
@@ -61,9 +62,9 @@ for command in (
 def run(argv: Sequence[str]) -> int:
     """Run a command; return the exit code."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
-        # What a model writes may not exist in the terminal's encoding; what is piped in may be any.
+        # The terminal's encoding may lack characters of the text, and input may be any bytes.
         if hasattr(stream, "reconfigure"):
-            with contextlib.suppress(OSError):  # of a stream that was read from
+            with contextlib.suppress(OSError):  # the stream was read from already
                 stream.reconfigure(errors="replace")
     color = False if os.environ.get("NO_COLOR") else None
     try:
@@ -74,23 +75,18 @@ def run(argv: Sequence[str]) -> int:
         return USAGE
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx is not None else "pykvcache"
-        _report(f"{where}: {one_line(error)} (see {where} --help)")
+        click.echo(f"{where}: {one_line(error)} (see {where} --help)", err=True)
         return USAGE
     except click.ClickException as error:
-        _report(f"pykvcache: {one_line(error)}")
+        click.echo(f"pykvcache: {one_line(error)}", err=True)
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader (head, less) has gone; Python would complain once more at exit.
+        # The reader (head, less) has gone. Python would report it again at exit.
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return FAILURE
     except (KvCacheError, OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:
-        # The first line says what happened.
-        _report(f"pykvcache: {one_line(error)}")
+        click.echo(f"pykvcache: {one_line(error)}", err=True)
         return FAILURE
-
-
-def _report(text: str) -> None:
-    click.echo(text, err=True)

@@ -12,13 +12,19 @@ from typing import Any
 
 import click
 
-from pykvcache.cli.options import cache_type_options, model_option, number, threads_option
+from pykvcache.cli.options import (
+    cache_type_options,
+    json_option,
+    model_option,
+    number,
+    threads_option,
+)
 from pykvcache.cli.terminal import load_model, open_context, table
 
 __all__ = ["bench"]
 
 
-@click.command(short_help="Measure what the cache saves with a model, here.")
+@click.command(short_help="Measure what the cache saves with a model on this machine.")
 @model_option
 @click.option(
     "-n",
@@ -33,35 +39,20 @@ __all__ = ["bench"]
     type=number(1, 100),
     default=3,
     show_default=True,
-    help="How many runs; the median is shown.",
+    help="Number of runs; the median is shown.",
 )
 @cache_type_options
 @threads_option
-@click.option("--json", "as_json", is_flag=True, help="Write a JSON object (seconds, bytes).")
-def bench(
-    model: str,
-    tokens: int,
-    repeat: int,
-    type_k: Any,
-    type_v: Any,
-    threads: int | None,
-    as_json: bool,
-) -> None:
+@json_option("Write a JSON object (seconds, bytes).")
+def bench(model: str, tokens: int, repeat: int, as_json: bool, **options: Any) -> None:
     """Measure what the cache saves with this model, on this machine.
 
-    Evaluates a prompt, generates, forks, saves and restores; says how many times quicker a prefix
-    is taken from memory or from a file than evaluated.
+    Evaluates a prompt, generates, forks, saves and restores. Shows how many times faster it is to
+    restore a prefix from memory or from a file than to evaluate it.
     """
     with (
         load_model(model) as loaded,
-        open_context(
-            loaded,
-            n_ctx=tokens + 512,
-            n_seq_max=10,
-            type_k=type_k,
-            type_v=type_v,
-            n_threads=threads,
-        ) as ctx,
+        open_context(loaded, options, n_ctx=tokens + 512, n_seq_max=10) as ctx,
     ):
         found = _measure(ctx, tokens, repeat)
     if as_json:
@@ -75,9 +66,13 @@ def bench(
         ("fork", _time(found["fork"])),
         ("state in memory", f"{found['state_bytes']:,} bytes"),
     ]
-    for name, label in (("take_out", "take out"), ("put_back", "put back"), ("load", "load file")):
+    for name, label in (
+        ("take_out", "save state"),
+        ("put_back", "restore state"),
+        ("load", "load file"),
+    ):
         times = evaluated / found[name]
-        rows.append((label, f"{_time(found[name])}, {times:,.0f} times quicker than evaluating"))
+        rows.append((label, f"{_time(found[name])}, {times:,.0f} times faster than evaluating"))
     table(rows)
 
 
@@ -94,7 +89,7 @@ def _measure(ctx: Any, n: int, repeat: int) -> dict[str, float]:
         found.setdefault(name, []).append(time.perf_counter() - start)
         return result
 
-    # Without an end of generation, which a random prompt may bring about at once.
+    # A random prompt may end the generation at once: forbid that.
     ends = {t: float("-inf") for t in range(vocabulary) if ctx.model.is_eog(t)}
     sampler = Sampler(temperature=0, logit_bias=ends)
     state = b""

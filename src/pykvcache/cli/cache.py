@@ -1,4 +1,4 @@
-"""``pykvcache cache``: what lies in the tiers of prefix caches."""
+"""``pykvcache cache``: the blocks in the tiers of prefix caches."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pykvcache.cli.options import json_option
 from pykvcache.cli.options import number as number_of
 from pykvcache.cli.terminal import is_terminal, table
 
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
 __all__ = ["cache"]
 
 WHERE = click.argument("where", metavar="PATH_OR_URL")
-JSON = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+JSON = json_option("Write JSON.")
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def _size(ctx: click.Context, param: click.Parameter, value: str) -> int:
-    """Return a number of bytes, from 500M or 10G."""
+    """Return the number of bytes of a size such as 500M or 10G."""
     found = re.fullmatch(r"(\d+)\s*([KMGT]?)(i?B)?", value, re.IGNORECASE)
     if found is None:
         raise click.BadParameter(f"{value!r} is not a size such as 500M or 10G")
@@ -40,7 +41,7 @@ def _size(ctx: click.Context, param: click.Parameter, value: str) -> int:
 def cache() -> None:
     """Look at, check and trim the tiers of prefix caches: folders, Redis and Valkey, buckets.
 
-    PATH_OR_URL is what `PrefixCache(ctx, tiers=[...])` was given: a folder, redis://host,
+    PATH_OR_URL is a tier of `PrefixCache(ctx, tiers=[...])`: a folder, redis://host,
     s3://bucket/prefix. Other processes may use it at the same time.
     """
 
@@ -53,11 +54,11 @@ def cache() -> None:
     type=number_of(0, 2**31 - 1),
     default=20,
     show_default=True,
-    help="How many; 0 for all.",
+    help="Number of blocks to list; 0 for all.",
 )
 @JSON
 def list_blocks(where: str, number: int, as_json: bool) -> None:
-    """List blocks, the last used first."""
+    """List blocks, the most recently used first."""
     with _open(where, changes=False) as store:
         found = sorted(store.entries(), key=lambda entry: -entry.used)
     shown = found[:number] if number > 0 else found
@@ -75,7 +76,7 @@ def list_blocks(where: str, number: int, as_json: bool) -> None:
 @WHERE
 @JSON
 def disk_usage(where: str, as_json: bool) -> None:
-    """Say how many blocks there are, and how much they take."""
+    """Show the number of blocks and their bytes."""
     from pykvcache.prefix.stores import tools
 
     with _open(where, changes=False) as store:
@@ -85,7 +86,10 @@ def disk_usage(where: str, as_json: bool) -> None:
         return
     rows = [("blocks", f"{found.n_blocks:,}"), ("bytes", f"{found.n_bytes:,}")]
     if found.oldest is not None and found.newest is not None:
-        rows += [("least recently used", _ago(found.oldest)), ("last used", _ago(found.newest))]
+        rows += [
+            ("least recently used", _ago(found.oldest)),
+            ("most recently used", _ago(found.newest)),
+        ]
     table(rows)
 
 
@@ -93,7 +97,7 @@ def disk_usage(where: str, as_json: bool) -> None:
 @WHERE
 @click.argument("max_bytes", metavar="SIZE", callback=_size)
 def trim_to(where: str, max_bytes: int) -> None:
-    """Remove blocks until SIZE is left: 500M, 10G.
+    """Remove blocks until at most SIZE is left: 500M, 10G.
 
     The least recently used go first. For example: pykvcache cache trim ~/.cache/blocks 10G
     """
@@ -104,14 +108,12 @@ def trim_to(where: str, max_bytes: int) -> None:
 
 @cache.command("verify")
 @WHERE
-@click.option("--remove", is_flag=True, help="Remove what is damaged.")
+@click.option("--remove", is_flag=True, help="Remove damaged blocks.")
 def verify_all(where: str, remove: bool) -> None:
     """Read and check every block.
 
-    The exit code is 1 where one is not what was written.
-
-    The secret of blocks that were written with one is taken from PYKVCACHE_SECRET: the command
-    line is no place for it.
+    The exit code is 1 if a block is damaged. The secret of encrypted blocks is read from
+    PYKVCACHE_SECRET, as other users of the machine can see the command line.
     """
     from pykvcache.prefix.stores import Rejection
 
@@ -125,7 +127,7 @@ def verify_all(where: str, remove: bool) -> None:
 
 
 def _verified(store: BlockStore, remove: bool) -> Counter[Rejection | None]:
-    """Show which blocks are not what was written; count why, None for those that are."""
+    """Show the rejected blocks; return the numbers of blocks by reason, None for intact ones."""
     from pykvcache.prefix.stores import Rejection, tools
 
     count: Counter[Rejection | None] = Counter()
@@ -143,7 +145,7 @@ def _verified(store: BlockStore, remove: bool) -> Counter[Rejection | None]:
 
 @cache.command("clear")
 @WHERE
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 def clear_all(where: str, yes: bool) -> None:
     """Remove every block."""
     with _open(where) as store:
@@ -157,12 +159,12 @@ def clear_all(where: str, yes: bool) -> None:
 
 @contextmanager
 def _open(where: str, *, changes: bool = True) -> Iterator[BlockStore]:
-    """Open a store; raise at the end unless it answered every request."""
+    """Open a store; at the end, raise unless it answered every request."""
     from pykvcache.prefix.stores import tools
 
     with tools.open_existing(where) as store:
         count = store.counters
-        # A folder that may only be read says so when it is opened, and can be listed.
+        # A read-only folder counts as denied when it is opened, and can be listed.
         n_denied = 0 if changes else count.denied
         yield store
         # A cache treats a dead server as an empty one; this command must not.

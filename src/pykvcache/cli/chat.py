@@ -4,46 +4,59 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import click
 
-from pykvcache.cli.commands import Commands
+from pykvcache._arguments import FileId, file_id
+from pykvcache.cli.conversation import Conversation, TurnFigures
 from pykvcache.cli.options import (
-    cache_type_options,
+    context_options,
     make_sampler,
+    max_tokens_option,
     model_option,
-    n_ctx_option,
-    number,
     read_file,
     sampling_options,
-    stop_text,
-    swa_option,
+    stop_option,
     template_option,
-    threads_option,
 )
-from pykvcache.cli.terminal import is_terminal, load_model, note, open_context
+from pykvcache.cli.terminal import is_terminal, load_model, note, one_line, open_context
+from pykvcache.context import LlamaContext
+from pykvcache.errors import KvCacheError
+from pykvcache.sampling import Sampler
+from pykvcache.sequence.sequence import LlamaSequence
 
-__all__ = ["chat"]
+__all__ = ["Chat", "chat"]
 
 _EPILOG = """
 \b
 Examples:
   pykvcache chat -m model.gguf
-  pykvcache chat -m model.gguf --session talk.kv        goes on where it stopped, without evaluating
+  pykvcache chat -m model.gguf --session chat.kv        continues where it stopped
   pykvcache chat -m model.gguf --system "Answer briefly."
 \b
-In the chat: /help lists what it knows (/fork, /switch, /rewind, /save, ...). Ctrl-C ends an answer,
+In the chat: /help lists the commands (/fork, /switch, /rewind, /save, ...). Ctrl-C ends an answer,
 Ctrl-D the chat.
 """
 
 _ENDS = "(Ctrl-D, or /exit, ends the chat)"
 
+_HELP = """\
+/rewind [N]      remove the last turn, or the last N
+/fork [NAME]     continue in a copy, which shares the tokens; this branch stays as it is
+/switch NAME     continue another branch; /branches lists them
+/history         show the messages
+/save FILE       save this branch to a file;  /load FILE  continues one
+/stats           tokens, cells and bytes
+/exit            end the chat (so does Ctrl-D)"""
+
 
 @click.command(
-    short_help="Talk to a model: branches, rewinds, saved talks.",
+    short_help="Chat with a model: branches, rewinds, saved chats.",
     epilog=_EPILOG,
     context_settings={"allow_extra_args": True},  # refused below, with a hint
 )
@@ -52,30 +65,14 @@ _ENDS = "(Ctrl-D, or /exit, ends the chat)"
     "-s",
     "--session",
     type=click.Path(dir_okay=False),
-    help="A file: the talk is read from it, and kept in it after every turn.",
+    help="File of the chat: it is continued if it exists, and saved after every turn.",
 )
-@click.option("--system", help="The system message of a new talk.")
+@click.option("--system", help="The system message of a new chat.")
 @template_option
-@click.option(
-    "-n",
-    "--max-tokens",
-    type=number(1, 2**20),
-    default=256,
-    show_default=True,
-    help="Tokens per answer.",
-)
-@click.option(
-    "--stop",
-    type=stop_text,
-    multiple=True,
-    metavar="TEXT",
-    help="Text that ends an answer; may be given several times.",
-)
+@max_tokens_option(256, 1, 2**20, "Tokens per answer.")
+@stop_option("Text that ends an answer; may be given several times.")
 @sampling_options
-@n_ctx_option
-@cache_type_options
-@swa_option
-@threads_option
+@context_options
 def chat(
     model: str,
     session: str | None,
@@ -83,60 +80,41 @@ def chat(
     template: str | None,
     max_tokens: int,
     stop: tuple[str, ...],
-    n_ctx: int,
-    type_k: Any,
-    type_v: Any,
-    swa_full: bool,
-    threads: int | None,
-    **sampling: Any,
+    **options: Any,
 ) -> None:
-    """Talk to a model; only what is new is evaluated in each turn.
+    """Chat with a model; each turn evaluates only the new tokens.
 
-    A model with a chat template answers; one without goes on with the text, line by line.
+    A model with a chat template answers; one without continues the text, line by line.
     """
     if more := click.get_current_context().args:
         raise click.UsageError(
-            f"unexpected argument {more[0]}: --session {more[0]} goes on with a talk in a file, "
-            f"-m {more[0]} talks to a model"
+            f"unexpected argument {more[0]}: --session {more[0]} continues the chat in a file, "
+            f"-m {more[0]} chats with a model"
         )
     if session is not None:
         _check_folder(session)
     text = None if template is None else read_file(template)
-    with (
-        load_model(model) as loaded,
-        open_context(
-            loaded,
-            n_ctx=n_ctx,
-            n_seq_max=8,
-            type_k=type_k,
-            type_v=type_v,
-            swa_full=swa_full,
-            n_threads=threads,
-        ) as ctx,
-    ):
-        sampler = make_sampler(**sampling)
-        commands = Commands(ctx, system, session, text)
-        commands.begin()
+    with load_model(model) as loaded, open_context(loaded, options, n_seq_max=8) as ctx:
+        sampler = make_sampler(options)
+        one = Chat(ctx, system, session, text)
+        one.begin()
         max_tokens = min(max_tokens, max(1, ctx.n_ctx_seq // 2))
-        while True:
-            line = _read()
-            if line is None or commands.is_over:
-                break
+        while not one.is_over and (line := _read()) is not None:
             if not line.strip():
                 continue
             try:
                 if line.startswith("/"):
-                    commands.obey(line)
+                    one.obey(line)
                 else:
-                    commands.answer(line, max_tokens, sampler, stop)
-            except KeyboardInterrupt:  # between two steps: what was said is kept at the end
+                    one.answer(line, max_tokens, sampler, stop)
+            except KeyboardInterrupt:  # between two steps; `end` saves what is not saved
                 click.echo()
                 note(_ENDS)
-        commands.end()
+        one.end()
 
 
 def _check_folder(session: str) -> None:
-    """Refuse a file that cannot be written before a word is said that could not be kept."""
+    """Refuse a file that cannot be written, before the first turn."""
     folder = os.path.dirname(os.path.realpath(session))
     if not os.path.isdir(folder):
         raise click.UsageError(f"--session {session}: there is no folder {folder}")
@@ -155,9 +133,10 @@ def _read() -> str | None:
         return line.rstrip("\n") if line else None
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (arrow keys and history for input())
+    is_coloured = is_terminal(sys.stdout) and not os.environ.get("NO_COLOR")
     try:
-        # A prompt that readline does not count would break its lines.
-        return input("\001\033[1m\002> \001\033[0m\002" if _is_coloured() else "> ")
+        # \001 and \002 keep readline from counting the colour as columns.
+        return input("\001\033[1m\002> \001\033[0m\002" if is_coloured else "> ")
     except EOFError:
         click.echo()
         return None
@@ -167,5 +146,308 @@ def _read() -> str | None:
         return ""
 
 
-def _is_coloured() -> bool:
-    return is_terminal(sys.stdout) and not os.environ.get("NO_COLOR")
+# Files --------------------------------------------------------------------------------------------
+
+
+class SessionFile:
+    """A file, and whether it holds a conversation as it is now.
+
+    Parameters
+    ----------
+    path
+        The file; it need not exist yet.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._id = _id_of(path)
+        self._content: object = None
+
+    @property
+    def exists(self) -> bool:
+        """Whether the file exists."""
+        return os.path.exists(self.path)
+
+    def is_at(self, path: str) -> bool:
+        """Whether a path leads to this file, by whatever name."""
+        found = _id_of(path)
+        return found is not None and found == _id_of(self.path)
+
+    def holds(self, one: Conversation) -> bool:
+        """Whether the file has this conversation with all of its turns."""
+        is_unchanged = self._id is not None and self._id == _id_of(self.path)
+        return is_unchanged and self._content is not None and self._content == one.snapshot()
+
+    def was_read(self, one: Conversation, identity: FileId | None) -> None:
+        """Note that the file held a conversation when it had this identity."""
+        self._id, self._content = identity, one.snapshot()
+
+    def save(self, one: Conversation) -> None:
+        """Write a conversation, unless the file has it.
+
+        Raises
+        ------
+        OSError
+            The file cannot be written, or another program has written it since: that one stays.
+        """
+        if self.holds(one):
+            return
+        if _id_of(self.path) not in (None, self._id):
+            raise FileExistsError(
+                f"another program has written {self.path} since, and that stays: "
+                "/save OTHER saves this chat"
+            )
+        self._content = None
+        try:
+            one.save(self.path)
+        finally:  # Ctrl-C is raised when the file is written
+            self._id = _id_of(self.path)
+        self._content = one.snapshot()
+
+
+def _id_of(path: str) -> FileId | None:
+    """Return what changes when a file is written or replaced; None where there is none."""
+    with contextlib.suppress(OSError):
+        return file_id(path)
+    return None
+
+
+# The chat -----------------------------------------------------------------------------------------
+
+
+class Chat:
+    """The branches of a chat, each a conversation, and the commands that work on them.
+
+    Parameters
+    ----------
+    ctx
+        Where the branches are evaluated.
+    system
+        The system message of a new chat.
+    session
+        Path of the file that is continued and saved.
+    template
+        A chat template in place of the model's own.
+    """
+
+    def __init__(
+        self,
+        ctx: LlamaContext,
+        system: str | None,
+        session: str | None,
+        template: str | None = None,
+    ) -> None:
+        self._ctx, self._system, self._template = ctx, system, template
+        self._session = None if session is None else SessionFile(session)
+        self._branches: dict[str, Conversation] = {}
+        self._name = "main"
+        self._files: list[SessionFile] = []  # of /save and /load
+        self._changed: Conversation | None = None  # the branch that changed last
+        self.is_over = False
+
+    @property
+    def branch(self) -> Conversation:
+        """The branch that is continued."""
+        return self._branches[self._name]
+
+    def begin(self) -> None:
+        """Continue the session's file, or begin a new chat.
+
+        Raises
+        ------
+        KvCacheError
+            The file holds no chat, or this model's memory has no states to save.
+        """
+        if self._session is not None:
+            self._ctx.native.state_layout("save")
+            if self._session.exists:
+                self._load(self._session.path)
+                return
+        messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+        new = Conversation(LlamaSequence(self._ctx), messages, template=self._template)
+        self._branches[self._name] = new
+        if not new.has_template:
+            note("(the model has no chat template: it continues your text, line by line)")
+            if self._system is not None:
+                note("(without a template there is no system message)")
+        note("(/help lists the commands)")
+
+    def end(self) -> None:
+        """Save what is not saved yet, and say where the chat is."""
+        session = self._session
+        if session is None:
+            return
+        # A branch that was only looked at does not replace the one that was continued.
+        if self.branch.turns and (self._changed is self.branch or not session.exists):
+            self._keep()
+        held = [name for name, one in self._branches.items() if session.holds(one)]
+        if self._name in held:
+            note(f"({session.path} holds this chat: the same command continues it)")
+        elif held:
+            note(f"({session.path} holds branch {held[0]}: the same command continues it)")
+        elif session.exists:
+            note(f"({session.path} holds another chat than this one)")
+        lost = [
+            name
+            for name, one in self._branches.items()
+            if one.turns and not any(file.holds(one) for file in (session, *self._files))
+        ]
+        if lost:
+            note(f"(not saved: {'branch' if len(lost) == 1 else 'branches'} {', '.join(lost)})")
+
+    def _keep(self) -> None:
+        """Save the branch to the session's file, if there is one."""
+        if self._session is None:
+            return
+        try:
+            self._session.save(self.branch)
+        except (OSError, KvCacheError) as error:  # the chat goes on; the next turn may be saved
+            note(f"(this turn is not saved: {one_line(error)})")
+
+    def answer(
+        self, line: str, max_tokens: int, sampler: Sampler, stop: tuple[str, ...] = ()
+    ) -> None:
+        """Write the model's answer while it is generated; Ctrl-C ends it."""
+        figures, self._changed = TurnFigures(), self.branch
+        pieces = self.branch.say(line, max_tokens, sampler, figures, stop)
+        try:
+            with contextlib.closing(pieces):
+                for piece in pieces:
+                    click.echo(piece, nl=False)
+        except KeyboardInterrupt:
+            figures.finish = "interrupted"
+        except (KvCacheError, ValueError) as error:
+            note(f"({error})")
+            self._keep()
+            return
+        except BaseException:  # the output is closed, memory runs out: the turn is saved
+            self._keep()
+            raise
+        self._keep()
+        click.echo()
+        self._report(figures)
+
+    def _report(self, figures: TurnFigures) -> None:
+        rate = figures.generated / figures.generating if figures.generating > 0 else 0.0
+        took = f"evaluated in {figures.evaluating * 1e3:.0f} ms"
+        parts = [f"{figures.n_prompt} tokens: {figures.reused} reused, {figures.evaluated} {took}"]
+        if figures.is_evaluated:
+            parts.append(f"{figures.generated} generated, {rate:.0f} tokens/s")
+        if figures.dropped:
+            parts.append(f"the cache is full: {_turns(figures.dropped)} dropped, the oldest")
+        ends = {"length": "cut at --max-tokens", "full": "the cache is full"}
+        if (why := ends.get(figures.finish or "", figures.finish)) not in ("stop", None):
+            parts.append(str(why))
+        note(f"[{'; '.join(parts)}]")
+
+    # Commands -------------------------------------------------------------------------------
+
+    def obey(self, line: str) -> None:
+        """Run a line that begins with a slash."""
+        known: dict[str, Callable[[list[str]], None]] = {
+            "help": lambda _: click.echo(_HELP),
+            "rewind": self._rewind,
+            "fork": self._fork,
+            "switch": self._switch,
+            "branches": self._list,
+            "history": self._history,
+            "save": self._save,
+            "load": lambda words: self._load(_one(words, "/load FILE")),
+            "stats": self._stats,
+            "exit": self._exit,
+            "quit": self._exit,
+        }
+        try:
+            word, *rest = shlex.split(line[1:]) or [""]
+            if word not in known:
+                raise ValueError(f"there is no command /{word}: /help lists them")
+            known[word](rest)
+        except (KvCacheError, OSError, ValueError, click.ClickException) as error:
+            note(f"({one_line(error)})")
+
+    def _rewind(self, words: list[str]) -> None:
+        try:
+            n = int(_one(words, "/rewind N")) if words else 1
+        except ValueError:
+            raise ValueError("/rewind takes a number of turns") from None
+        if n < 1:
+            raise ValueError("/rewind removes at least 1 turn")
+        if n > (there := len(self.branch.turns)):
+            raise ValueError(f"there {'is' if there == 1 else 'are'} {_turns(there)} to remove")
+        self._changed = self.branch
+        self.branch.rewind(n)
+        note(f"({_turns(n)} removed: {self._size(self.branch, left=' left')})")
+        self._keep()
+
+    def _fork(self, words: list[str]) -> None:
+        name = _one(words, "/fork NAME") if words else f"branch{len(self._branches)}"
+        if name in self._branches:
+            raise ValueError(f"there is a branch {name} already")
+        self._branches[name] = self.branch.fork()
+        left, self._name = self._name, name
+        note(f"(this is {name} now: {len(self.branch.sequence)} tokens are shared with {left})")
+
+    def _switch(self, words: list[str]) -> None:
+        name = _one(words, "/switch NAME")
+        if name not in self._branches:
+            raise ValueError(f"there is no branch {name}: {', '.join(self._branches)}")
+        self._name = name
+        note(f"({name}: {self._size(self.branch)})")
+
+    def _list(self, words: list[str]) -> None:
+        for name, one in self._branches.items():
+            click.echo(f"{'*' if name == self._name else ' '} {name}: {self._size(one)}")
+
+    def _history(self, words: list[str]) -> None:
+        for message in self.branch.messages:
+            click.echo(f"{message['role']}: {message['content'].strip()}")
+
+    def _save(self, words: list[str]) -> None:
+        path = _one(words, "/save FILE")
+        size = self.branch.save(path)
+        self._add_file(path, _id_of(path))
+        note(f"({path}: {_turns(len(self.branch.turns))}, {size:,} bytes)")
+
+    def _load(self, path: str) -> None:
+        identity = _id_of(path)  # before it is read: another program may write it at any time
+        one = Conversation.load(self._ctx, path, self._template)
+        old = self._branches.get(self._name)
+        self._branches[self._name] = one
+        if old is not None:
+            old.sequence.close()
+        self._add_file(path, identity)
+        pending = len(one.sequence) - one.sequence.n_evaluated
+        note(f"({path}: {self._size(one)}, {pending} of them to evaluate)")
+
+    def _add_file(self, path: str, identity: FileId | None) -> None:
+        """Note that a file holds the branch."""
+        if self._session is not None and self._session.is_at(path):
+            self._session.was_read(self.branch, identity)
+        else:
+            self._files.append(SessionFile(path))
+            self._files[-1].was_read(self.branch, identity)
+
+    def _stats(self, words: list[str]) -> None:
+        ctx = self._ctx
+        size = sum(each.context for each in ctx.memory_breakdown().values())
+        note(
+            f"({len(self.branch.sequence)} tokens here; {ctx.n_cells_used} of {ctx.n_ctx} cells, "
+            f"{size:,} bytes; {ctx.tokens_evaluated} tokens evaluated)"
+        )
+
+    def _exit(self, words: list[str]) -> None:
+        self.is_over = True
+
+    @staticmethod
+    def _size(one: Conversation, left: str = "") -> str:
+        return f"{_turns(len(one.turns))}{left}, {len(one.sequence)} tokens"
+
+
+def _turns(n: int) -> str:
+    return f"{n} turn" if n == 1 else f"{n} turns"
+
+
+def _one(words: list[str], usage: str) -> str:
+    if len(words) != 1:
+        raise ValueError(f"usage: {usage}")
+    return words[0]

@@ -12,7 +12,7 @@ __all__ = ["demo"]
 @click.command(short_help="Fork, rewind and shift a story; each result is checked.")
 @model_option
 @click.option(
-    "--seed", type=number(0, 2**32 - 2), default=1, show_default=True, help="Of all sampling."
+    "--seed", type=number(0, 2**32 - 2), default=1, show_default=True, help="Seed of all sampling."
 )
 @click.option(
     "--n-ctx",
@@ -23,12 +23,12 @@ __all__ = ["demo"]
 )
 @threads_option
 @click.option("--quick", is_flag=True, help="Generate less.")
-@click.option("--plain", is_flag=True, help="No colour, even with rich.")
+@click.option("--plain", is_flag=True, help="No colour, even if rich is installed.")
 def demo(model: str, seed: int, n_ctx: int, threads: int | None, quick: bool, plain: bool) -> int:
-    """Fork, rewind and shift a story, and check each against a fresh run.
+    """Fork, rewind and shift a story, and compare each result with a fresh run.
 
-    It takes some seconds on the small model of the package. Exit code 1 means that a result was
-    not that of a fresh run.
+    It takes some seconds on the small model of the package, and a minute or two on one of some
+    hundred million parameters. Exit code 1: a result differs by more than rounding.
     """
     from pykvcache.demo import run
 

@@ -6,7 +6,7 @@ import json
 
 import click
 
-from pykvcache.cli.options import model_option, read_file, read_text
+from pykvcache.cli.options import file_option, model_option, read_file, read_text
 from pykvcache.cli.terminal import load_model
 
 __all__ = ["embed"]
@@ -22,12 +22,12 @@ Examples:
 @click.command(short_help="Write embeddings of texts.", epilog=_EPILOG)
 @click.argument("texts", nargs=-1)
 @model_option
-@click.option("-f", "--file", type=click.Path(), help="Read the text from a file.")
-@click.option("--lines", is_flag=True, help="Every line of the file, or of the pipe, is a text.")
+@file_option("text")
+@click.option("--lines", is_flag=True, help="Embed each line of the file or of the pipe.")
 def embed(texts: tuple[str, ...], model: str, file: str | None, lines: bool) -> None:
-    """Write the embedding of each of TEXTS, of unit length, as a JSON list of numbers per line.
+    """Write the embeddings of TEXTS, of unit length, one JSON list of numbers per line.
 
-    Without TEXTS that of standard input.
+    Without TEXTS, standard input is embedded.
     """
     from pykvcache import LLM
 

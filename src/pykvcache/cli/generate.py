@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -10,22 +11,23 @@ from typing import Any
 
 import click
 
+from pykvcache.cli.conversation import closing_quote
 from pykvcache.cli.options import (
-    cache_type_options,
+    context_options,
+    file_option,
+    json_option,
     make_sampler,
+    max_tokens_option,
     model_option,
-    n_ctx_option,
     number,
     read_file,
     read_text,
     sampling_options,
-    stop_text,
-    swa_option,
+    stop_option,
     template_option,
-    threads_option,
 )
-from pykvcache.cli.talk import closing
-from pykvcache.cli.terminal import load_model, note, open_context, shown, watched
+from pykvcache.cli.terminal import is_terminal, load_model, note, open_context, watched
+from pykvcache.model import LlamaModel
 from pykvcache.sequence.logprobs import TokenLogprob
 
 __all__ = ["generate"]
@@ -34,35 +36,22 @@ _EPILOG = """
 \b
 Examples:
   pykvcache generate "Once upon a time" -n 60
-  pykvcache generate "One day" --samples 3 --seed 1     three texts, one evaluation of the prompt
+  pykvcache generate "One day" --samples 3 --seed 1     three texts, the prompt is evaluated once
   echo "Tom has a" | pykvcache generate -t 0 --json
   pykvcache generate --file long.txt -m model.gguf --chat
-  pykvcache generate --file long.txt -m model.gguf --cache ~/.cache/blocks    evaluated once for all
+  pykvcache generate --file long.txt -m model.gguf --cache ~/.cache/blocks    later runs reuse it
   pykvcache generate "A kite:" --json-schema kite.json
 """
 
 
-@click.command(short_help="Go on from a prompt: one text, or many at once.", epilog=_EPILOG)
+@click.command(short_help="Continue a prompt: one text, or many at once.", epilog=_EPILOG)
 @click.argument("prompt", required=False)
 @model_option
-@click.option("-f", "--file", type=click.Path(), help="Read the prompt from a file.")
+@file_option("prompt")
+@max_tokens_option(128, 0, 2**31 - 1, "Most tokens to generate.")
+@stop_option("Text that ends the generation; may be given several times.")
 @click.option(
-    "-n",
-    "--max-tokens",
-    type=number(0, 2**31 - 1),
-    default=128,
-    show_default=True,
-    help="Tokens at most.",
-)
-@click.option(
-    "--stop",
-    type=stop_text,
-    multiple=True,
-    metavar="TEXT",
-    help="Text that ends it; may be given several times.",
-)
-@click.option(
-    "--samples", type=number(1, 1024), default=1, show_default=True, help="How many texts."
+    "--samples", type=number(1, 1024), default=1, show_default=True, help="Number of texts."
 )
 @click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template.")
 @click.option("--system", help="With --chat: the system message.")
@@ -87,11 +76,8 @@ Examples:
     help="A folder or address where evaluated prefixes are kept, for this and later commands.",
 )
 @sampling_options
-@n_ctx_option
-@cache_type_options
-@swa_option
-@threads_option
-@click.option("--json", "as_json", is_flag=True, help="Write one JSON object per text.")
+@context_options
+@json_option("Write one JSON object per text.")
 def generate(
     prompt: str | None,
     model: str,
@@ -106,18 +92,13 @@ def generate(
     json_schema: str | None,
     logprobs: int,
     cache_place: str | None,
-    n_ctx: int,
-    type_k: Any,
-    type_v: Any,
-    swa_full: bool,
-    threads: int | None,
     as_json: bool,
-    **sampling: Any,
+    **options: Any,
 ) -> None:
-    """Generate text that goes on from PROMPT ("-", or nothing with a pipe: standard input).
+    """Generate text that continues PROMPT ("-", or nothing with a pipe: standard input).
 
-    Several samples of one prompt are forks of one evaluation, and are generated together, with
-    one decode per step.
+    Several samples share one evaluation of the prompt, and are generated together, with one decode
+    per step.
     """
     from pykvcache import BatchGenerator, LlamaSequence, PrefixCache
     from pykvcache.llm import as_tiers
@@ -132,32 +113,19 @@ def generate(
         raise click.UsageError("--grammar and --json-schema were given: one of them")
     text = read_text(prompt, file)
     with load_model(model) as loaded, ExitStack() as stack:
+        follow: dict[str, Any] = {}
         if grammar is not None:
-            sampling.update(grammar=read_file(grammar), model=loaded)
+            follow = {"grammar": read_file(grammar), "model": loaded}
         if json_schema is not None:
             is_text = json_schema.lstrip().startswith("{")
             schema = json_schema if is_text else read_file(json_schema)
-            sampling.update(json_schema=schema, model=loaded)
-        sampler = make_sampler(**sampling)
+            follow = {"json_schema": schema, "model": loaded}
+        sampler = make_sampler(options, **follow)
         given: Any = text
         if chat:
-            messages = [{"role": "system", "content": system}] if system is not None else []
-            messages.append({"role": "user", "content": text})
-            own = None if template is None else read_file(template)
-            rendered = loaded.apply_chat_template(messages, template=own)
-            given = loaded.tokenize(rendered, add_special=False, parse_special=True)
-            stop += closing(rendered)
-        ctx = stack.enter_context(
-            open_context(
-                loaded,
-                n_ctx=n_ctx,
-                n_seq_max=min(samples, 64),
-                type_k=type_k,
-                type_v=type_v,
-                swa_full=swa_full,
-                n_threads=threads,
-            )
-        )
+            given, quote = _rendered(loaded, text, system, template)
+            stop += quote
+        ctx = stack.enter_context(open_context(loaded, options, n_seq_max=min(samples, 64)))
         start = time.perf_counter()
         cache: PrefixCache | None = None
         sequence: LlamaSequence
@@ -197,21 +165,38 @@ def generate(
         n_new = sum(len(each.tokens) for each in found)
         if as_json:
             for each in found:
-                line = {
-                    "text": each.text,
-                    "n_prompt": n_prompt,
-                    "n_tokens": len(each.tokens),
-                    "finish": each.finish_reason,
-                }
-                if logprobs:
-                    line["logprobs"] = [_named(one) for one in each.token_logprobs]
-                click.echo(json.dumps(line, ensure_ascii=False))
-        if shown():
+                click.echo(json.dumps(_line(each, n_prompt, logprobs), ensure_ascii=False))
+        if is_terminal(sys.stderr):
             rate = n_new / max(seconds - evaluated, 1e-9)
             note(
                 f"[{n_prompt} tokens{reused} in {evaluated:.2f} s, {n_new} generated, {rate:.0f} "
                 f"tokens/s, {found[0].finish_reason}]"
             )
+
+
+def _rendered(
+    model: LlamaModel, text: str, system: str | None, template: str | None
+) -> tuple[Any, tuple[str, ...]]:
+    """Return the tokens of a chat with one message of the user, and what ends the answer."""
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": text})
+    own = None if template is None else read_file(template)
+    rendered = model.apply_chat_template(messages, template=own)
+    tokens = model.tokenize(rendered, add_special=False, parse_special=True)
+    return tokens, closing_quote(rendered)
+
+
+def _line(one: Any, n_prompt: int, logprobs: int) -> dict[str, Any]:
+    """Return a text for JSON."""
+    line = {
+        "text": one.text,
+        "n_prompt": n_prompt,
+        "n_tokens": len(one.tokens),
+        "finish": one.finish_reason,
+    }
+    if logprobs:
+        line["logprobs"] = [_named(each) for each in one.token_logprobs]
+    return line
 
 
 def _named(one: TokenLogprob) -> dict[str, Any]:
@@ -223,7 +208,7 @@ def _named(one: TokenLogprob) -> dict[str, Any]:
 def _stream(
     sequence: Any, max_tokens: int, sampler: Any, stop: tuple[str, ...], n: int, *, echo: bool
 ) -> Any:
-    """Generate and show a text; return it as a handle would."""
+    """Generate and show a text; return it with the attributes of a `GenerationHandle`."""
     before, pieces = len(sequence), []
     stream = sequence.stream(max_tokens, sampler, stop=stop, on_full="stop", logprobs=n)
     for piece in stream:

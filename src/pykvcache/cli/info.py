@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from pykvcache.cli.options import cache_type_options, model_path, number
+from pykvcache.cli.options import cache_type_options, json_option, model_path, number, swa_option
 from pykvcache.cli.terminal import load_model, table
 
 __all__ = ["context_bytes", "info"]
@@ -22,11 +22,11 @@ Examples:
 
 #: Cells of a cache come in multiples of this.
 CELLS = 256
-#: Tokens of a compute step, the default of contexts; a window's cache has room for them, too.
+#: Tokens of a compute step, as in contexts by default; the cache of a window has room for one.
 N_UBATCH = 512
 
 
-@click.command(short_help="Show what a model's cache can do, and what it costs.", epilog=_EPILOG)
+@click.command(short_help="Show what a model's cache can do, and its size.", epilog=_EPILOG)
 @click.argument("file", type=model_path, default="")
 @click.option(
     "-m",
@@ -39,7 +39,7 @@ N_UBATCH = 512
 @click.option(
     "--n-ctx",
     type=number(1, 2**31 - 1),
-    help="Tell what a cache of so many tokens takes, rounded up to a multiple of 256. Default: the "
+    help="Tokens of the cache whose size is shown, rounded up to a multiple of 256. Default: the "
     "trained context.",
 )
 @click.option(
@@ -47,15 +47,11 @@ N_UBATCH = 512
     type=number(1, 256),
     default=8,
     show_default=True,
-    help="Sequences that share it.",
+    help="Sequences that share the cache.",
 )
 @cache_type_options
-@click.option(
-    "--swa-full/--no-swa-full",
-    default=True,
-    help="Keep all cells of layers with a sliding window, or the window alone.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Write a JSON object.")
+@swa_option
+@json_option("Write a JSON object.")
 def info(
     file: str,
     model: str | None,
@@ -66,9 +62,9 @@ def info(
     swa_full: bool,
     as_json: bool,
 ) -> None:
-    """Show what kind of memory a GGUF has, what it can do, and what it costs.
+    """Show a GGUF's kind of memory, the operations that it allows, and its size.
 
-    The bytes are those of a context with the same options and otherwise the defaults.
+    The size is that of a context with these options, and the defaults for all others.
     """
     facts = describe(
         model or file,
@@ -127,7 +123,7 @@ def describe(path: str, n_ctx: int | None, **options: Any) -> dict[str, Any]:
 
 
 class ContextBytes(NamedTuple):
-    """What a context takes."""
+    """Bytes of a context's cache, and of its compute buffers."""
 
     cache: int
     compute: int
@@ -149,10 +145,10 @@ def _try(model: Any, n_ctx: int, **options: Any) -> tuple[Any, ContextBytes]:
 
 
 def context_bytes(model: Any, n_ctx: int, *, n_seq_max: int = 1, **options: Any) -> ContextBytes:
-    """Return what a context of ``n_ctx`` cells takes, in bytes, without making a large one.
+    """Return the bytes of a context of ``n_ctx`` cells, without making a large one.
 
-    A cache grows by the same number of bytes per cell from where its windows are full: two small
-    ones tell the rest. What is computed takes at least what two small ones tell.
+    Once its windows are full, a cache grows by the same number of bytes per cell. So two small
+    contexts give the size of a large one; for compute buffers it is a lower bound.
     """
     n_ctx = -(-n_ctx // CELLS) * CELLS
     full = -(-(model.n_swa * n_seq_max + N_UBATCH) // CELLS) * CELLS + CELLS

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options that several commands share, and what becomes of them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,21 @@ from pykvcache.errors import ArgumentError
 from pykvcache.sampling import Sampler
 
 __all__ = [
+    "CACHE_TYPES",
     "cache_type_options",
+    "context_options",
+    "file_option",
+    "json_option",
     "make_sampler",
+    "max_tokens_option",
     "model_option",
-    "n_ctx_option",
+    "model_path",
     "number",
     "read_file",
     "read_text",
+    "sampling_of",
     "sampling_options",
-    "stop_text",
+    "stop_option",
     "swa_option",
     "template_option",
     "threads_option",
@@ -34,8 +40,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 
 
+# Types --------------------------------------------------------------------------------------------
+
+
 def number(least: int, most: int) -> Callable[[Any], int]:
-    """Return a type of option: an integer of a range, which the message names when it is not."""
+    """Return a type of option: an integer of a range, which the error message names."""
 
     def integer(value: Any) -> int:
         try:
@@ -59,6 +68,15 @@ def model_path(value: Any) -> str:
     return os.fspath(value) if value else embedded_model_path()
 
 
+def stop_text(value: str) -> str:
+    """Type of option: a text that ends a generation."""
+    if not value:
+        raise click.BadParameter("it is empty, and would end every generation")
+    return value
+
+
+# Single options -----------------------------------------------------------------------------------
+
 model_option = click.option(
     "-m",
     "--model",
@@ -70,88 +88,150 @@ model_option = click.option(
     help="A GGUF file. Default: the small model in the package.",
 )
 threads_option = click.option(
-    "--threads", type=number(1, 512), help="Default: chosen by the model's size and the CPUs."
+    "--threads",
+    type=number(1, 512),
+    help="Threads. Default: chosen by the model's size and the CPUs.",
 )
-n_ctx_option = click.option(
-    "--n-ctx",
-    type=cells,
-    default=4096,
-    show_default=True,
-    help="Cells of the cache, in tokens, rounded up to a multiple of 256; 0: as many as the model "
-    "was trained with.",
-)
-
-
 template_option = click.option(
     "--template",
     type=click.Path(),
     metavar="FILE",
-    help="A Jinja chat template to use in place of the model's own.",
+    help="A Jinja chat template in place of the model's own.",
 )
 swa_option = click.option(
-    "--swa-full/--swa-window",
+    "--swa-full/--no-swa-full",
+    " /--swa-window",
     default=True,
     show_default=True,
-    help="Of models with a sliding window: keep all cells (for rewinds and shifts), or fewer.",
+    help="Layers with a sliding window keep all cells, or only the window. Rewinds and shifts need "
+    "all.",
 )
 
 
-def cache_type_options(call: F) -> F:
-    """Add ``--type-k`` and ``--type-v``."""
-    for part, name in (("values", "--type-v"), ("keys", "--type-k")):
-        call = click.option(
-            name,
+def file_option(what: str) -> Callable[[F], F]:
+    """Return ``--file``."""
+    return click.option("-f", "--file", type=click.Path(), help=f"Read the {what} from a file.")
+
+
+def json_option(text: str) -> Callable[[F], F]:
+    """Return ``--json``."""
+    return click.option("--json", "as_json", is_flag=True, help=text)
+
+
+def max_tokens_option(default: int, least: int, most: int, text: str) -> Callable[[F], F]:
+    """Return ``--max-tokens``."""
+    return click.option(
+        "-n",
+        "--max-tokens",
+        type=number(least, most),
+        default=default,
+        show_default=True,
+        help=text,
+    )
+
+
+def stop_option(text: str) -> Callable[[F], F]:
+    """Return ``--stop``."""
+    return click.option("--stop", type=stop_text, multiple=True, metavar="TEXT", help=text)
+
+
+# Groups -------------------------------------------------------------------------------------------
+
+
+def _group(*options: Callable[[Any], Any]) -> Callable[[F], F]:
+    """Return a decorator that adds options in their order."""
+
+    def add(call: F) -> F:
+        for option in reversed(options):
+            call = option(call)
+        return call
+
+    return add
+
+
+cache_type_options = _group(
+    *(
+        click.option(
+            f"--type-{letter}",
             type=click.Choice(CACHE_TYPES),
             default="f16",
             show_default=True,
-            help=f"How {part} are stored.",
-        )(call)
-    return call
-
-
-def sampling_options(call: F) -> F:
-    """Add what a `Sampler` takes."""
-    options = (
-        click.option(
-            "-t",
-            "--temperature",
-            type=float,
-            default=0.8,
-            show_default=True,
-            help="0: always the likeliest token.",
-        ),
-        click.option("--top-k", type=int, default=40, show_default=True, help="0: all."),
-        click.option(
-            "--top-p",
-            type=float,
-            default=0.95,
-            show_default=True,
-            help="The likeliest tokens that make up so much; 1: all.",
-        ),
-        click.option("--min-p", type=float, default=0.05, show_default=True, help="0: all."),
-        click.option(
-            "--repeat-penalty", type=float, default=1.0, show_default=True, help="1: none."
-        ),
-        click.option("--seed", type=int, help="Same seed, same text. Default: random."),
+            help=f"Type in which {part} are stored.",
+        )
+        for letter, part in (("k", "keys"), ("v", "values"))
     )
-    for option in reversed(options):
-        call = option(call)
-    return call
+)
+#: Of a command that opens one context: see `open_context`.
+context_options = _group(
+    click.option(
+        "--n-ctx",
+        type=cells,
+        default=4096,
+        show_default=True,
+        help="Cells of the cache, in tokens, rounded up to a multiple of 256; 0: as many as the "
+        "model was trained with.",
+    ),
+    cache_type_options,
+    swa_option,
+    threads_option,
+)
+#: The options of a `Sampler`: see `make_sampler`.
+sampling_options = _group(
+    click.option(
+        "-t",
+        "--temperature",
+        type=float,
+        default=0.8,
+        show_default=True,
+        help="0: always the likeliest token.",
+    ),
+    click.option(
+        "--top-k",
+        type=int,
+        default=40,
+        show_default=True,
+        help="Choose from the K likeliest tokens; 0: from all.",
+    ),
+    click.option(
+        "--top-p",
+        type=float,
+        default=0.95,
+        show_default=True,
+        help="Choose from the likeliest tokens that have this probability together; 1: from all.",
+    ),
+    click.option(
+        "--min-p",
+        type=float,
+        default=0.05,
+        show_default=True,
+        help="Leave out tokens below this share of the likeliest one's probability; 0: none.",
+    ),
+    click.option(
+        "--repeat-penalty",
+        type=float,
+        default=1.0,
+        show_default=True,
+        help="Above 1: repeated tokens become less likely.",
+    ),
+    click.option("--seed", type=int, help="Same seed, same text. Default: random."),
+)
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed")
 
 
-def stop_text(value: str) -> str:
-    """Type of option: a text that ends a generation."""
-    if not value:
-        raise click.BadParameter("it is empty, and would end every generation")
-    return value
+def sampling_of(options: dict[str, Any]) -> dict[str, Any]:
+    """Return those of `options` that `sampling_options` adds and that are given."""
+    return {name: options[name] for name in _SAMPLING if options[name] is not None}
 
 
-def make_sampler(**options: Any) -> Sampler:
-    """Return a sampler; a value that it refuses is wrong usage."""
+def make_sampler(options: dict[str, Any], **more: Any) -> Sampler:
+    """Return the sampler of `sampling_options`; a value that it refuses is wrong usage."""
     try:
-        return Sampler(**options)
+        return Sampler(**sampling_of(options), **more)
     except ArgumentError as error:
         raise click.UsageError(str(error)) from None
+
+
+# Texts --------------------------------------------------------------------------------------------
 
 
 def read_text(given: str | None, file: str | None) -> str:
@@ -164,7 +244,7 @@ def read_text(given: str | None, file: str | None) -> str:
         return sys.stdin.buffer.read().decode("utf-8", "replace")
     if given is None or given == "-":
         raise click.UsageError("there is no text: give it as an argument, by --file, or by a pipe")
-    # What is not text in this locale are bytes in disguise: read as a pipe's are.
+    # Bytes that are no text in this locale come as surrogates: read them as those of a pipe.
     is_text = not any("\udc80" <= c <= "\udcff" for c in given)
     return given if is_text else given.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 

@@ -18,31 +18,35 @@ __all__ = ["rpc_server"]
 _EPILOG = """
 \b
 Examples:
-  pykvcache rpc-server                                    for this machine alone
+  pykvcache rpc-server                                    for this machine only
   pykvcache rpc-server --host 10.0.0.2 --port 50052       for a network of your own
   then: LlamaModel("model.gguf", rpc=["10.0.0.2:50052"])
 
-It serves one process at a time, until it is stopped. Windows has none.
+It serves one process at a time, until it is stopped. It is not available on Windows.
 """
 
 _WARNING = (
-    "warning: ggml's RPC is neither encrypted nor authenticated: whoever reaches {where} can read "
-    "and change the model and what is computed here, and end this process or worse"
+    "warning: ggml's RPC is neither encrypted nor authenticated: every program that reaches "
+    "{where} can read and change the model and its results, and end this process or worse"
 )
 
 
-@click.command("rpc-server", short_help="Compute for models of other machines.", epilog=_EPILOG)
+@click.command(
+    "rpc-server", short_help="Compute layers of models that other machines load.", epilog=_EPILOG
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
-@click.option("--port", type=number(1, 65535), default=50052, show_default=True)
+@click.option(
+    "--port", type=number(1, 65535), default=50052, show_default=True, help="Port to listen at."
+)
 @click.option(
     "--device",
     "names",
     multiple=True,
-    help="What computes: again for each. Default: all GPUs, or the CPU.",
+    help="Device that computes; may be given several times. Default: all GPUs, or the CPU.",
 )
 @threads_option
 def rpc_server(host: str, port: int, names: tuple[str, ...], threads: int | None) -> None:
-    """Take layers of models that other processes load, with these layers' caches.
+    """Compute layers of models that other processes load, and hold these layers' caches.
 
     Never open the port to a network that you do not trust: use a tunnel (ssh -L, WireGuard).
     """
@@ -59,9 +63,9 @@ def rpc_server(host: str, port: int, names: tuple[str, ...], threads: int | None
     try:
         address = socket.gethostbyname(host)
     except (OSError, UnicodeError) as error:
-        raise click.BadParameter(f"{host!r} leads nowhere: {error}") from None
+        raise click.BadParameter(f"{host!r} is not a known host: {error}") from None
     note(_WARNING.format(where=f"{address}:{port}"))
-    with socket.socket() as probe:  # ggml does not tell why it cannot listen
+    with socket.socket() as probe:  # ggml does not say why it cannot listen
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((address, port))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler waits for the call to end

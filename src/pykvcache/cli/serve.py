@@ -13,7 +13,16 @@ from typing import Any
 import click
 
 from pykvcache._models import embedded_model_path
-from pykvcache.cli.options import CACHE_TYPES, make_sampler, number, read_file, sampling_options
+from pykvcache.cli.options import (
+    cache_type_options,
+    make_sampler,
+    number,
+    read_file,
+    sampling_of,
+    sampling_options,
+    swa_option,
+    threads_option,
+)
 from pykvcache.llm import as_tiers
 
 __all__ = ["serve"]
@@ -30,11 +39,11 @@ Then, with any client of OpenAI's API:
   client = OpenAI(base_url="http://127.0.0.1:8080/v1", api_key="none")
   client.chat.completions.create(model="model", messages=[{"role": "user", "content": "Hi"}])
 
-http://127.0.0.1:8080/ shows the cache live.
+http://127.0.0.1:8080/ shows the cache in a browser.
 """
 
 
-@click.command(epilog=_EPILOG)
+@click.command(short_help="Serve models over OpenAI's and Anthropic's APIs.", epilog=_EPILOG)
 @click.option(
     "-m",
     "--model",
@@ -60,33 +69,33 @@ http://127.0.0.1:8080/ shows the cache live.
     "tiers",
     multiple=True,
     metavar="TIER",
-    help="Where prefixes survive a restart: a folder, or an address such as redis://host; the "
-    "nearest first.",
+    help="Where prefixes survive a restart: a folder, or an address such as redis://host; may be "
+    "repeated, the nearest first.",
 )
 @click.option(
     "--ram",
     "ram_mib",
     type=number(0, 2**32),
     metavar="MIB",
-    help="Memory for the prefix cache. Default: an eighth of what is free.",
+    help="Memory of the prefix cache. Default: an eighth of the free memory.",
 )
 @click.option(
     "--tier-seconds",
     type=float,
     metavar="SECONDS",
-    help="How long a request waits for the tiers. Default: a tenth of what evaluating takes.",
+    help="Longest wait of a request for the tiers. Default: a tenth of the time to evaluate it.",
 )
 @click.option(
     "--n-ctx",
     type=number(0, 2**31 - 1),
-    help="Cells of the context, over all sequences. Default: what fits.",
+    help="Cells of the context, shared by all sequences. Default: as many as fit into memory.",
 )
 @click.option(
     "--parallel",
     type=number(1, 256),
     default=8,
     show_default=True,
-    help="Requests that are generated at once.",
+    help="Requests that run at the same time.",
 )
 @click.option(
     "--max-waiting",
@@ -100,16 +109,19 @@ http://127.0.0.1:8080/ shows the cache live.
     type=number(1, 64),
     default=1,
     show_default=True,
-    help="Models that are loaded at once.",
+    help="Models that are loaded at the same time.",
 )
 @click.option(
-    "--idle", type=float, metavar="SECONDS", help="Unload a model that is not used for so long."
+    "--idle",
+    type=float,
+    metavar="SECONDS",
+    help="Unload a model after this time without a request.",
 )
 @click.option(
     "--timeout",
     type=float,
     metavar="SECONDS",
-    help="End a request after so long, with what it has.",
+    help="End a request after this time; the answer is the text so far.",
 )
 @click.option(
     "--max-body",
@@ -123,55 +135,35 @@ http://127.0.0.1:8080/ shows the cache live.
     "--api-keys",
     type=click.Path(dir_okay=False),
     metavar="FILE",
-    help="One key per line, and after a space the name of its tenant. Tenants share nothing.",
+    help="One key per line, with the name of its tenant after a space. Tenants share nothing.",
 )
 @click.option(
     "--api-key",
     "api_key",
     multiple=True,
     envvar="PYKVCACHE_API_KEY",
-    help="A key; each is a tenant of its own.",
+    help="A key, with a tenant of its own; may be repeated.",
 )
 @click.option(
     "--secret",
     envvar="PYKVCACHE_SECRET",
-    help="Encrypts blocks outside this process (pykvcache[crypto]).",
+    help="Encrypts the blocks in the tiers (needs pykvcache[crypto]).",
 )
-@click.option(
-    "--threads", type=number(1, 512), help="Default: chosen by the model's size and the CPUs."
-)
-@click.option(
-    "--type-k",
-    type=click.Choice(CACHE_TYPES),
-    default="f16",
-    show_default=True,
-    help="How keys are stored.",
-)
-@click.option(
-    "--type-v",
-    type=click.Choice(CACHE_TYPES),
-    default="f16",
-    show_default=True,
-    help="How values are stored.",
-)
-@click.option(
-    "--swa-full/--no-swa-full",
-    default=True,
-    show_default=True,
-    help="Keep all cells of layers with a window.",
-)
+@threads_option
+@cache_type_options
+@swa_option
 @click.option(
     "--chat-template",
     "template",
     type=click.Path(dir_okay=False),
     metavar="FILE",
-    help="A Jinja template in the place of the model's own.",
+    help="A Jinja chat template in place of the model's own.",
 )
 @click.option(
     "--chat-template-kwargs",
     "variables",
     metavar="JSON",
-    help="Further variables of chat templates, such as '{\"enable_thinking\": false}'.",
+    help="Variables of the chat template, such as '{\"enable_thinking\": false}'.",
 )
 @sampling_options
 @click.option(
@@ -179,10 +171,10 @@ http://127.0.0.1:8080/ shows the cache live.
     "origins",
     multiple=True,
     metavar="ORIGIN",
-    help="Web pages that may call it, such as https://chat.local; '*' for all. Default: those of "
-    "this machine.",
+    help="Origin of web pages that may call the server, such as https://chat.local; '*' for all. "
+    "Default: pages of this machine.",
 )
-@click.option("-q", "--quiet", is_flag=True, help="Log failures only.")
+@click.option("-q", "--quiet", is_flag=True, help="Do not log requests.")
 def serve(
     paths: tuple[str, ...],
     alias: str | None,
@@ -199,7 +191,7 @@ def serve(
     quiet: bool,
     **options: Any,
 ) -> None:
-    """Serve models over OpenAI's and Anthropic's APIs; no prefix is evaluated twice."""
+    """Serve models over OpenAI's and Anthropic's APIs; known prefixes are not evaluated again."""
     try:
         from pykvcache.serve import (
             Defaults,
@@ -232,6 +224,7 @@ def serve(
         cache=list(tiers),
         ram_bytes=None if ram_mib is None else ram_mib << 20,
     )
+    make_sampler(options)  # refuses wrong values
     models = Models(
         files,
         context,
@@ -254,7 +247,7 @@ def serve(
         )
     except OSError as error:
         raise click.ClickException(f"{host}, port {port}: {error}") from None
-    # asyncio does so for sockets of its own only; tokens would wait 40 ms for an acknowledgement.
+    # asyncio sets it for its own sockets only. Without it a token may wait 40 ms for an ACK.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     address, port = listener.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address
@@ -263,7 +256,7 @@ def serve(
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Return what a JSON object holds."""
+    """Return a JSON object."""
     try:
         found = json.loads(text)
     except ValueError as error:
@@ -273,20 +266,13 @@ def json_object(text: str) -> dict[str, Any]:
     return found
 
 
-def sampling_of(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a `Sampler`, checked."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed")
-    make_sampler(**{name: options[name] for name in names})
-    return {name: options[name] for name in names if options[name] is not None}
-
-
 def read_keys(path: str | None, given: tuple[str, ...]) -> dict[str, str] | None:
-    """Return names of tenants by key; None where no key is given.
+    """Return the names of tenants by key; None where no key is given.
 
     Raises
     ------
     click.ClickException
-        A line of the file is not a key and a name, or the file cannot be read.
+        A line of the file holds more than a key and a name, or the file cannot be read.
     """
     if path is None and not given:
         return None

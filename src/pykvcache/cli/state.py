@@ -1,4 +1,4 @@
-"""``pykvcache state``: files that hold a sequence or a context."""
+"""``pykvcache state``: files with a saved sequence or context."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import click
 
-from pykvcache.cli.options import CACHE_TYPES, model_option, number
+from pykvcache.cli.options import CACHE_TYPES, json_option, model_option, number
 from pykvcache.cli.terminal import load_model, table
 from pykvcache.state.naming import naming
 
 __all__ = ["state"]
 
-#: Of a value in the table.
+#: Most characters of a value in the table.
 LONG = 200
 
 FILE = click.argument("file", type=click.Path())
@@ -25,18 +25,18 @@ OUT = click.argument("out", type=click.Path())
 def state() -> None:
     """Look at, check, cut and convert saved states.
 
-    Files of LlamaSequence.save, LlamaContext.save_sequence and save_context; llama.cpp's own
-    files, and slots that llama-server saved, too.
+    These are files of LlamaSequence.save, LlamaContext.save_sequence and save_context, llama.cpp's
+    own files, and slots that llama-server saved.
     """
 
 
 @state.command()
 @FILE
-@click.option("--json", "as_json", is_flag=True, help="Write a JSON object.")
+@json_option("Write a JSON object.")
 def info(file: str, as_json: bool) -> None:
-    """Show what a file holds, and check nothing.
+    """Show the header of a file, without checking the rest.
 
-    It reads the header alone; of llama.cpp's own files, too.
+    It reads llama.cpp's own files, too.
     """
     with naming(file):
         facts = _llama_facts(file) or _facts(file)
@@ -49,12 +49,12 @@ def info(file: str, as_json: bool) -> None:
 @state.command()
 @FILE
 @model_option
-@click.option("--restore", is_flag=True, help="Also put it into a context of the model.")
+@click.option("--restore", is_flag=True, help="Also restore it into a context of the model.")
 def verify(file: str, model: str, restore: bool) -> None:
     """Check every byte of a file.
 
-    The exit code is 1 where it is not what was written. With --restore also whether the model
-    takes it. llama.cpp's own files have no checksum: of those only the structure is checked.
+    The exit code is 1 if the file is damaged, or if --restore is given and the model does not fit
+    it. llama.cpp's own files have no checksum: only their structure is checked.
     """
     from pykvcache.state import LlamaStateFile
 
@@ -67,7 +67,7 @@ def verify(file: str, model: str, restore: bool) -> None:
             what = "intact"
         if restore:
             _restored(file, model).close()
-            what += ", and the model takes it"
+            what += ", and fits the model"
     click.echo(f"{file}: {what}")
 
 
@@ -79,14 +79,14 @@ def verify(file: str, model: str, restore: bool) -> None:
     "--tokens",
     type=number(0, 2**31 - 1),
     required=True,
-    help="Tokens to keep, from the first.",
+    help="Number of tokens to keep, from the first.",
 )
 def cut(file: str, out: str, tokens: int) -> None:
     """Write the first tokens of a state to OUT.
 
     For example: pykvcache state cut story.kv start.kv -n 100
 
-    A recurrent state stands for all of its tokens at once, and cannot be cut.
+    A recurrent state cannot be cut: it is one state for all of its tokens.
     """
     from pykvcache import SequenceState
 
@@ -109,23 +109,27 @@ def cut(file: str, out: str, tokens: int) -> None:
     type=click.Choice(["pykvcache", "llama.cpp"]),
     default="pykvcache",
     show_default=True,
-    help="The form of OUT; llama-server restores llama.cpp's as a slot.",
+    help="Format of OUT; llama-server restores llama.cpp's as a slot.",
 )
 @click.option(
     "--type-k",
     type=click.Choice(CACHE_TYPES),
-    help="Types of keys to write (of a file of llama.cpp: those it holds).",
+    help="Type in which OUT stores keys. Default: that of FILE.",
 )
-@click.option("--type-v", type=click.Choice(CACHE_TYPES), help="The same for values.")
+@click.option(
+    "--type-v",
+    type=click.Choice(CACHE_TYPES),
+    help="Type in which OUT stores values. Default: that of FILE.",
+)
 def convert(
     file: str, out: str, model: str, to: str, type_k: str | None, type_v: str | None
 ) -> None:
-    """Write a state with other types, or in another form.
+    """Write a state with other types, or in another format.
 
-    For example: pykvcache state convert -m model.gguf talk.kv small.kv --type-k q8_0 --type-v q8_0
+    For example: pykvcache state convert -m model.gguf chat.kv small.kv --type-k q8_0 --type-v q8_0
 
-    --to, --type-k and --type-v say what to change; without them a file of llama.cpp becomes one
-    of pykvcache. Needs the model of the state, which is put into a context and written from there.
+    --to, --type-k and --type-v are the changes; without them a file of llama.cpp becomes one of
+    pykvcache. It needs the model of the state: a context of it restores the state and writes it.
     """
     import os
 
@@ -184,7 +188,7 @@ def _llama_facts(file: str) -> dict[str, Any] | None:
 
 
 def _has_types(file: str, type_k: str | None, type_v: str | None) -> bool:
-    """Tell whether a file is one of pykvcache, with these types of keys and values."""
+    """Whether a file is one of pykvcache, with these types of keys and values."""
     from pykvcache import describe_state
 
     if _llama_facts(file) is not None:
@@ -213,7 +217,7 @@ def _user_data(file: str) -> tuple[Any, Any]:
 
 
 def _restored(file: str, model: str, type_k: str | None = None, type_v: str | None = None) -> Any:
-    """Return a context that holds what the file holds, in sequence 0."""
+    """Return a context with the file's state in sequence 0."""
     from pykvcache import LlamaContext, describe_state
 
     theirs = _llama_facts(file)

@@ -1,7 +1,8 @@
-"""What is written beside the answer: notes and progress bars, on stderr."""
+"""Notes, tables and progress bars; models and contexts that take a while to open."""
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,23 +21,26 @@ __all__ = [
     "note",
     "one_line",
     "open_context",
-    "shown",
     "table",
     "watched",
 ]
 
-#: Shorter than this, a bar would only flicker.
-FEW_TOKENS, SMALL_FILE, POLL = 256, 1 << 28, 0.05
+#: Fewer tokens and smaller files are read before a progress bar could be seen.
+FEW_TOKENS, SMALL_FILE = 256, 1 << 28
+POLL = 0.05
+#: Arguments of `LlamaContext` by the names of options.
+_CONTEXT = {name: name for name in ("n_ctx", "type_k", "type_v", "swa_full")}
+_CONTEXT["threads"] = "n_threads"
 
 
 def note(text: str) -> None:
-    """Write a remark, dim where there is a terminal; where nobody reads it, nothing is lost."""
+    """Write a remark to stderr, dim in a terminal; ignore an output that is closed."""
     with suppress(OSError):
         click.secho(text, dim=True, err=True)
 
 
 def one_line(error: BaseException) -> str:
-    """Return what an error says: its first line, or the system's reason and the file."""
+    """Return the first line of an error's message, or the system's reason and the file."""
     if isinstance(error, click.ClickException):
         return " ".join(error.format_message().split()).rstrip(".")
     if isinstance(error, OSError) and error.strerror and error.filename:
@@ -47,48 +51,44 @@ def one_line(error: BaseException) -> str:
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Tell whether somebody sits at the end of a stream; one that was closed is None."""
+    """Whether a stream is a terminal; a closed one is None."""
     return stream is not None and stream.isatty()
 
 
-def shown() -> bool:
-    """Tell whether stderr is a terminal."""
-    return is_terminal(sys.stderr)
-
-
-def load_model(path: str, **options: object) -> LlamaModel:
-    """Load a model; a large one with a bar."""
-    given = dict(options)
+def load_model(path: str, **options: Any) -> LlamaModel:
+    """Load a model; a large one with a progress bar."""
     try:
-        import os
-
-        large = os.path.getsize(path) >= SMALL_FILE
+        is_large = os.path.getsize(path) >= SMALL_FILE
     except OSError:
-        large = False
-    if not (shown() and large):
-        return LlamaModel(path, **given)  # type: ignore[arg-type]
+        is_large = False
+    if not (is_large and is_terminal(sys.stderr)):
+        return LlamaModel(path, **options)
     with click.progressbar(length=1000, label="loading", file=sys.stderr) as bar:
 
         def progress(fraction: float) -> None:
             bar.update(int(fraction * 1000) - bar.pos)
 
-        return LlamaModel(path, progress=progress, **given)  # type: ignore[arg-type]
+        return LlamaModel(path, progress=progress, **options)
 
 
-def open_context(model: LlamaModel, **options: Any) -> LlamaContext:
-    """Open a context; sequences that cannot share one pool of cells get a part of it each."""
+def open_context(model: LlamaModel, options: dict[str, Any], **more: Any) -> LlamaContext:
+    """Open a context with those of `options` that ``context_options`` adds, and more.
+
+    Sequences that cannot share one pool of cells get a part of it each.
+    """
+    given = {_CONTEXT[name]: value for name, value in options.items() if name in _CONTEXT} | more
     try:
-        return LlamaContext(model, **options)
+        return LlamaContext(model, **given)
     except ContextCreateError as error:
         if error.what != "kv_unified":
             raise
-        return LlamaContext(model, kv_unified=False, **options)
+        return LlamaContext(model, kv_unified=False, **given)
 
 
 @contextmanager
 def watched(ctx: LlamaContext, n_tokens: int, label: str = "prompt") -> Iterator[None]:
-    """Show a bar while ``n_tokens`` are evaluated in the body."""
-    if not shown() or n_tokens < FEW_TOKENS:
+    """Show a progress bar while the block evaluates ``n_tokens``."""
+    if n_tokens < FEW_TOKENS or not is_terminal(sys.stderr):
         yield
         return
     start, done = ctx.tokens_evaluated, threading.Event()

@@ -6,7 +6,7 @@ import json
 
 import click
 
-from pykvcache.cli.options import model_option, read_text
+from pykvcache.cli.options import file_option, model_option, read_text
 from pykvcache.cli.terminal import load_model
 from pykvcache.errors import shown
 
@@ -24,13 +24,15 @@ Examples:
 @click.command(short_help="Show the tokens of a text.", epilog=_EPILOG)
 @click.argument("text", required=False)
 @model_option
-@click.option("-f", "--file", type=click.Path(), help="Read the text from a file.")
-@click.option("--no-special", is_flag=True, help="Leave out the model's BOS and EOS.")
-@click.option("--parse-special", is_flag=True, help="Read tokens such as </s> in the text.")
+@file_option("text")
+@click.option("--no-special", is_flag=True, help="Do not add the model's BOS and EOS.")
+@click.option(
+    "--parse-special", is_flag=True, help="Parse special tokens such as </s> in the text."
+)
 @click.option("--ids", "form", flag_value="ids", help="Write the ids on one line.")
-@click.option("--count", "form", flag_value="count", help="Write how many tokens there are.")
+@click.option("--count", "form", flag_value="count", help="Write the number of tokens.")
 @click.option("--json", "form", flag_value="json", help="Write a JSON list of ids and pieces.")
-@click.option("--decode", is_flag=True, help="TEXT is token ids: write the text.")
+@click.option("--decode", is_flag=True, help="TEXT holds token ids: write their text.")
 def tokenize(
     text: str | None,
     model: str,

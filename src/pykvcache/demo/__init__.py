@@ -1,21 +1,19 @@
-"""What a user sees first: the cache forked, rewound and shifted, and checked on the way."""
+"""A tour of the cache: forked, rewound, shifted and shared, each result checked."""
 
 from __future__ import annotations
 
 import os
 import time
 
-from pykvcache.demo.acts import Stage, fill_and_shift, fork, move, rewind, tell
-from pykvcache.demo.many import batch, reuse
-from pykvcache.demo.measure import Fresh, Row
+from pykvcache.demo.acts import ACTS
 from pykvcache.demo.screen import Screen, open_screen
-from pykvcache.demo.script import ANY_MODEL, STORY_MODEL
+from pykvcache.demo.stage import ANY_MODEL, STORY_MODEL, Fresh, Row, Stage
 from pykvcache.model import LlamaModel
 
 __all__ = ["run"]
 
 STORIES = "pykvcache stories"
-"""Name of the model that ships with the package, which wants its own prompts."""
+"""Name of the model that ships with the package, which needs its own script."""
 
 SMALL = 64 * 2**20
 """Bytes of tensors below which threads wait for each other longer than they compute."""
@@ -32,14 +30,14 @@ def run(
     quick: bool = False,
     plain: bool = False,
 ) -> bool:
-    """Show forks, rewinds and shifts of a model's cache, each compared with a fresh run.
+    """Fork, rewind, shift and share a model's cache; compare each result with a fresh run.
 
     Parameters
     ----------
     model_path
         The GGUF.
     seed
-        Of everything that is sampled.
+        Seed of all sampling.
     n_ctx
         Cells of the cache; a quarter of it is filled to show shifting.
     n_threads
@@ -72,7 +70,7 @@ def run(
         with fresh.context(n_ctx, n_seq_max=8) as ctx:
             if ctx.memory_kind == "none":
                 raise ValueError(_NO_TEXT)
-            kind = model.description.replace(" ?B", "")  # what llama.cpp says of unknown sizes
+            kind = model.description.replace(" ?B", "")  # llama.cpp's word for an unknown size
             name = model.metadata.get("general.name") or os.path.basename(model_path)
             screen.line(
                 f"{name}: {kind}, {model.n_params / 1e6:.1f} M parameters, "
@@ -89,7 +87,8 @@ def run(
                 n_story=ctx.n_ctx // (16 if quick else 8),
                 n_fork=8 if quick else 24,
             )
-            for act in (tell, fork, rewind, move, fill_and_shift, batch, reuse):
+            for number, (title, act) in enumerate(ACTS, 1):
+                screen.heading(f"{number}  {title}")
                 act(stage)
     return _summary(screen, stage, fresh, time.perf_counter() - start)
 
@@ -102,34 +101,42 @@ def _summary(screen: Screen, stage: Stage, fresh: Fresh, seconds: float) -> bool
     )
     for note in stage.notes:
         screen.line(note)
-    right = all(max(row.differences, default=0.0) <= fresh.tolerance for row in stage.rows)
     screen.line(f"anew: tokens that a fresh run evaluates. {_equal(fresh)} All in {seconds:.1f} s.")
-    return right
+    return all(max(row.differences, default=0.0) <= fresh.tolerance for row in stage.rows)
 
 
 def _equal(fresh: Fresh) -> str:
     """Explain the last column."""
+    equal = f"Equal: no logit is further from the fresh run's than {fresh.tolerance:.2g}"
     if fresh.tolerance > fresh.noise * fresh.factor:
-        return f"Equal: no logit is further from the fresh run's than {fresh.tolerance:.2g}."
+        return f"{equal}."
+    measured = (
+        f"{equal}, which is {fresh.factor} times what rounding alone does on the weights of this "
+        f"model ({fresh.noise:.2g}, measured with the same tokens at other positions)."
+    )
+    if not fresh.is_coarse:
+        return measured
     return (
-        f"Equal: no logit is further from the fresh run's than {fresh.tolerance:.2g}, which is "
-        f"{fresh.factor} times what rounding alone does on the weights of this model "
-        f"({fresh.noise:.2g}, measured with the same tokens at other positions)."
+        f"{measured} Quantised weights round that much. It changes words where two are about "
+        "equally likely, so texts may differ between two right runs."
     )
 
 
 def _figures(row: Row) -> tuple[str, str, str]:
     if not row.differences:
         return "-", "-", "-"
-    return str(row.tokens), str(row.tokens_anew), f"{row.seconds * 1e3:.1f} ms"
+    ms = row.seconds * 1e3
+    time = f"{ms:.1f} ms" if ms < 1000 else f"{ms:.0f} ms"
+    return str(row.tokens), str(row.tokens_anew), time
 
 
 def _verdict(row: Row, fresh: Fresh) -> str:
     if not row.differences:
-        return row.note
+        return "refused"
     worst = max(row.differences)
     if worst > fresh.tolerance:
-        return f"NO, {worst:.1g} off{row.note}"
-    if fresh.is_coarse:
-        return f"yes, to rounding ({worst:.1f}){row.note}"
-    return f"yes, within {worst:.1g}{row.note}" if worst else f"yes, exactly{row.note}"
+        return f"NO, {worst:.1g} off{row.mark}"
+    if not worst:
+        return f"yes, exactly{row.mark}"
+    how = f"rounding {worst:.1f}" if fresh.is_coarse else f"within {worst:.1g}"
+    return f"yes, {how}{row.mark}"

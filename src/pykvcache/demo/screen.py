@@ -1,4 +1,4 @@
-"""Where the demo writes: coloured with rich, plain text without it."""
+"""The screen of the demo: coloured with rich, plain text without it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Screen:
 
     def legend(self) -> None:
         """Say how the model's own words are marked."""
-        self.line("What the model writes stands in [brackets] after what it was given.")
+        self.line("Text by the model is in [brackets], after the text that it was given.")
 
     def given(self, label: str, given: str, written: str) -> None:
         """Write text of the model after text that it was given."""
@@ -36,7 +36,7 @@ class Screen:
             lead = ""
 
     def figures(self, text: str) -> None:
-        """Write what was counted and measured."""
+        """Write figures."""
         print(textwrap.fill(f"=> {text}", WIDTH, subsequent_indent="   "))
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -57,7 +57,7 @@ class _RichScreen(Screen):
         self._console = rich.Console(highlight=False)
         if not self._console.is_terminal:
             self._console.width = WIDTH
-        # Not so in a pipe, on a dumb terminal, or with NO_COLOR.
+        # No colour in a pipe, on a dumb terminal, or with NO_COLOR.
         self._coloured = self._console.color_system is not None and not self._console.no_color
 
     def heading(self, text: str) -> None:
@@ -71,9 +71,9 @@ class _RichScreen(Screen):
         if not self._coloured:
             super().legend()
             return
-        text = self._rich.Text("What the model writes is ")
+        text = self._rich.Text("Text by the model is ")
         text.append("green", style="green")
-        text.append(", what it was given is ")
+        text.append(", the text that it was given is ")
         text.append("dim", style="dim")
         self._console.print(text + self._rich.Text("."))
 
@@ -82,7 +82,7 @@ class _RichScreen(Screen):
         if label:
             text.append(f"{label}: ", style="bold")
         text.append(given, style="dim")
-        # Without colour nothing else shows where the model's own words begin.
+        # Without colour, brackets show the model's own words.
         plain = given and not self._coloured
         text.append(f"[{written}]" if plain else written, style="green")
         self._console.print(self._rich.Padding(text, (0, 0, 0, 2), expand=False))

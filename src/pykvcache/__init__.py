@@ -1,22 +1,22 @@
-"""llama.cpp's memory (KV cache) as a Python object that can be trusted.
+"""llama.cpp's memory (KV cache) as a Python object that you can trust.
 
 Load a GGUF with `LlamaModel`, decode with `LlamaContext`, and fork, rewind, shift
-and clear its sequences. Nothing that is passed in can end the process, and after
-every call that succeeds the next logits are right for what the sequence holds.
+and clear its sequences. No argument can end the process, and after every successful
+call the next logits are right for the tokens of the sequence.
 
-What is made or called by hand is here; the rest is in its modules:
+Classes and functions that programs start with are here; the rest is in modules:
 
 =================  ==================================================================
-`errors`           every exception; here are those that programs catch most
-`chat_format`      messages that a model wrote: content, reasoning, tool calls
-`enums`            the choices of options, which are also taken as text
-`state`            states of sequences and contexts: in memory, in files
+`errors`           all exceptions; the most common ones are also here
+`chat_format`      messages of a model: content, reasoning, tool calls
+`enums`            option values, which may also be given as text
+`state`            states of sequences and contexts, in memory and in files
 `kv`               keys, values and recurrent states as arrays
 `arrays`           array caches, which need no model
-`generate`         what else a `BatchGenerator` hands out
-`introspection`    what a context tells of its cells and buffers
-`prefix`           of a prefix cache: reports, stores, policies
-`simulate`         policies of eviction on traces of requests
+`generate`         types of `BatchGenerator`'s results
+`introspection`    reports about a context's cells and buffers
+`prefix`           reports, stores and policies of a prefix cache
+`simulate`         eviction policies on traces of requests
 =================  ==================================================================
 """
 
@@ -61,8 +61,8 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# Where each public name lives; a module lives in itself. Loaded on first use: pykvcache.arrays
-# needs NumPy only, and must import where the compiled layer was never built.
+# The module of each public name. Imported on first use, because pykvcache.arrays needs NumPy
+# only and must work without the compiled layer.
 _HOMES = {
     "BatchGenerator": "generate",
     "CellHistory": "pictures",
@@ -92,7 +92,7 @@ _HOMES = {
     "system_info": "_native.lib",
 }
 
-# Written out, so that type checkers see what is exported.
+# Written out for type checkers.
 __all__ = [
     "LLM",
     "BatchGenerator",
@@ -139,7 +139,7 @@ _UNBUILT = (
     "Run 'pip install -e .' (or 'make venv') in the folder of pyproject.toml"
 )
 
-# What works in a subinterpreter, where the compiled layer does not.
+# Modules that work in a subinterpreter, where the compiled layer does not.
 _FREE = (
     *("arrays", "errors", "enums", "simulate", "_native", "_arguments", "_models"),
     *(f"prefix.{name}" for name in ("blocks", "policies", "runs", "stores", "tree")),
@@ -147,9 +147,9 @@ _FREE = (
 
 
 class _RefuseInSubinterpreter:
-    """Refuse the other modules there before they load NumPy.
+    """Refuse other modules in a subinterpreter before they load NumPy.
 
-    NumPy serves the first interpreter that loads it, and the main one may need it later.
+    NumPy works only in the first interpreter that loads it, and the main one may need it later.
     """
 
     @staticmethod
@@ -163,7 +163,7 @@ _FREE_PREFIXES = tuple(f"{name}." for name in _FREE)
 
 try:
     _MISSING = None if importlib.util.find_spec("pykvcache._native.lib") else _UNBUILT
-except ImportError as _error:  # a subinterpreter
+except ImportError as _error:  # in a subinterpreter
     _MISSING = str(_error)
     sys.meta_path.insert(0, _RefuseInSubinterpreter)
 if _MISSING is not None:
@@ -171,7 +171,7 @@ if _MISSING is not None:
 
 
 def _read_version() -> str:
-    """Return the installed version; what reads it takes half as long to import as NumPy."""
+    """Return the installed version; importlib.metadata is imported late because it is slow."""
     from importlib import metadata
 
     try:

@@ -1,4 +1,4 @@
-"""What the package takes as arguments: integers, flags, lists, tokens, names of files."""
+"""Argument checks: integers, flags, lists, tokens, file names."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ __all__ = [
 
 
 def as_index(value: SupportsIndex, what: str) -> int:
-    """Return an integer, of any size; a ``bool`` or ``float`` is not one.
+    """Return an integer of any size; a ``bool`` or ``float`` is refused.
 
     Raises
     ------
     TypeError
-        It is a truth value, or has no ``__index__``.
+        It is a boolean, or has no ``__index__``.
     """
     if type(value) is int:
         return value
-    # bool has __index__, but a truth value is never meant as a number.
+    # bool has __index__, but is not meant as a number.
     if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
         raise TypeError(f"{what} must be an integer, not {type(value).__name__}: {shown(value)}")
     try:
         return operator.index(value)
-    except TypeError:  # arrays have __index__, whatever is in them
+    except TypeError:  # all arrays have __index__
         if not isinstance(value, np.ndarray):
             raise
     raise TypeError(f"{what} must be an integer, not {type(value).__name__}: {shown(value)}")
@@ -69,7 +69,7 @@ def as_int(
     hi: int | None = None,
     error: type[DetailedError] = ArgumentError,
 ) -> int:
-    """Return an integer in ``[lo, hi]``, None for no limit; `error` names value and limit."""
+    """Return an integer in ``[lo, hi]``, None for no limit; raise `error` with value and limit."""
     number = value if type(value) is int else as_index(value, what)
     if (lo is not None and number < lo) or (hi is not None and number > hi):
         limit = (
@@ -90,19 +90,19 @@ _T = TypeVar("_T")
 
 
 def as_list(values: Iterable[_T], what: str, of: str) -> list[_T]:
-    """Return what is iterated over.
+    """Return an iterable as a list.
 
     Raises
     ------
     TypeError
-        Nothing can be; an array without dimensions says that it can.
+        It is not iterable, or an array without dimensions.
     """
     if not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0:
         raise TypeError(f"{what} must be a sequence of {of}, not {type(values).__name__}")
     return list(values)
 
 
-#: Bytes, time, device and inode.
+#: Size, modification time, device, inode.
 FileId: TypeAlias = tuple[int, int, int, int]
 
 
@@ -112,7 +112,7 @@ def as_path(
     order: str = "",
     error: type[DetailedError] = ArgumentError,
 ) -> str:
-    """Return a file name as text; the error of a method names the order of its arguments."""
+    """Return a path as text; `order`, the argument order of a method, goes into the error."""
     if not isinstance(value, (str, bytes, os.PathLike)):
         hint = f": the order is {order}" if order else ""
         raise TypeError(f"{what} must be a str or an os.PathLike, not {type(value).__name__}{hint}")
@@ -135,7 +135,7 @@ def as_path(
 def as_file_name(
     value: str | os.PathLike[str], what: str = "path", error: type[DetailedError] = ArgumentError
 ) -> str:
-    """Return a name as text that a file can have: `as_path`, and no null character."""
+    """Return a valid file name as text: `as_path` without NUL."""
     name = as_path(value, what, error=error)
     if "\0" in name:
         at = name.index("\0")
@@ -145,7 +145,7 @@ def as_file_name(
 
 
 def check_regular(path: str) -> int:
-    """Return the permissions of a file; a pipe would wait, a device would be replaced."""
+    """Return the permissions of a regular file; refuse others, such as pipes and devices."""
     if "\0" in path:
         raise OSError(errno.EINVAL, "a file name holds no NUL")
     mode = os.stat(path).st_mode
@@ -157,7 +157,7 @@ def check_regular(path: str) -> int:
 
 
 class Places(NamedTuple):
-    """Where a file is written first, what it replaces then, and the permissions of that."""
+    """Paths of an atomic write: temporary file, target, and the target's permissions."""
 
     temporary: str
     target: str
@@ -165,26 +165,26 @@ class Places(NamedTuple):
 
 
 def places(path: str) -> Places:
-    """Return where a file is written such that its name always stands for a whole one."""
+    """Return the paths of an atomic write."""
     mode = None
     with contextlib.suppress(FileNotFoundError):
         mode = check_regular(path)
-    # A symbolic link stays, and what it leads to is replaced.
+    # A symbolic link stays; its target is replaced.
     target = os.path.realpath(path) if os.path.islink(path) else path
     folder, name = os.path.split(target)
-    # 40 characters are at most 160 of the 255 bytes that a name may have.
+    # 40 characters are at most 160 bytes; names may have 255.
     temporary = os.path.join(folder, f".{name[:40]}.{secrets.token_hex(8)}.tmp")
     return Places(temporary, target, mode)
 
 
 def file_id(path: str) -> FileId:
-    """Return what changes when a file is written or replaced."""
+    """Return attributes that change when a file is written or replaced."""
     facts = os.stat(path)
     return facts.st_size, facts.st_mtime_ns, facts.st_dev, facts.st_ino
 
 
 def parts_of(path: str) -> list[str]:
-    """Return the names of all parts of a split model by the name of one; none of another file."""
+    """Return the names of all parts of a split model, given one part; [] for other files."""
     found = re.fullmatch(r"(.*-)\d{5}(-of-(\d{5})\.gguf)", path, re.DOTALL)
     if found is None:
         return []
@@ -192,7 +192,7 @@ def parts_of(path: str) -> list[str]:
 
 
 IntArray = npt.NDArray[np.int32]
-#: What is accepted as tokens: an integer array, or a sequence of integers.
+#: Accepted as tokens: an integer array, or a sequence of integers.
 TokenInput = npt.NDArray[np.integer[Any]] | Sequence[SupportsIndex]
 
 _MESSAGES = ": model.apply_chat_template makes text of messages, model.tokenize tokens of text"
@@ -203,7 +203,7 @@ INT32_DTYPE = np.dtype(np.int32)
 
 
 def as_bool(value: object, what: str) -> bool:
-    """Return a flag; 0, 1 and "no" are not flags."""
+    """Return a bool; 0, 1 and "no" are refused."""
     if value is True or value is False:
         return value
     if not isinstance(value, np.bool_):
@@ -212,8 +212,8 @@ def as_bool(value: object, what: str) -> bool:
 
 
 def as_float(value: object, what: str, lo: float, hi: float) -> float:
-    """Return a finite number in ``[lo, hi]``; a ``bool`` or a text is not one."""
-    # Arrays have __float__ too, whatever their size; asking a protocol takes 20 us.
+    """Return a finite number in ``[lo, hi]``; a ``bool`` or text is refused."""
+    # All arrays have __float__, and an isinstance check with a protocol takes 20 us.
     if type(value) not in (float, int) and (
         isinstance(value, (bool, np.bool_, str, np.ndarray)) or not isinstance(value, SupportsFloat)
     ):
@@ -230,14 +230,14 @@ def as_float(value: object, what: str, lo: float, hi: float) -> float:
 
 
 def as_token_array(tokens: TokenInput, what: str = "tokens") -> IntArray:
-    """Return a contiguous int32 vector, without a copy where it already is one.
+    """Return a contiguous int32 vector, without a copy if possible.
 
     Raises
     ------
     TypeError
-        For floats, booleans, strings and other things that hold no integers.
+        For floats, booleans, strings and anything else without integers.
     ValueError
-        For arrays of another rank, and values that do not fit an int32.
+        For arrays that are not one-dimensional, and values that do not fit int32.
     """
     if isinstance(tokens, np.ndarray):
         if (
@@ -254,11 +254,11 @@ def as_token_array(tokens: TokenInput, what: str = "tokens") -> IntArray:
                 f"{what} must be integers, not {type(tokens).__name__}: tokenize it first"
             )
         if isinstance(tokens, (list, tuple)) and set(map(type, tokens)) == {int}:
-            # Many times faster than one after the other.
+            # Many times faster than item by item.
             try:
                 return np.frombuffer(c_array("i", tokens), np.int32)
             except OverflowError:
-                pass  # said below with the value
+                pass  # reported below with the value
         if isinstance(tokens, Mapping):
             raise TypeError(f"{what} must be integers, not a mapping{_MESSAGES}")
         if isinstance(tokens, Set):
@@ -295,7 +295,7 @@ def as_token_array(tokens: TokenInput, what: str = "tokens") -> IntArray:
 
 
 def choose(value: str | int, kind: type[E], what: str, names: Mapping[str, E]) -> E:
-    """Return an enum member from itself, its value or its name; ``ValueError`` lists the names."""
+    """Return an enum member, given itself, its value or its name; ``ValueError`` lists names."""
     if isinstance(value, kind):
         return value
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""What can be closed, as a context manager."""
+"""Base class of context managers with ``close``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["Closing"]
 
 
 class Closing:
-    """Closes at the end of a ``with`` block; not made by itself."""
+    """Closes at the end of a ``with`` block; a base class."""
 
     __slots__ = ()
 
     def close(self) -> None:
-        """Free what is held; a second call does nothing."""
+        """Free all resources. Idempotent."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:

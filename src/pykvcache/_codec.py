@@ -1,7 +1,7 @@
-"""Rows of a cache as floats, and floats as rows: ggml's types and the Hadamard rotation.
+"""Convert rows of a cache to floats and back: ggml's types and the Hadamard rotation.
 
-Before K and V are quantised, llama.cpp multiplies each head by a Hadamard matrix, which spreads
-outliers. The matrix is symmetric and orthonormal: the same product undoes it.
+Before llama.cpp quantises K and V, it multiplies each head by a Hadamard matrix, which spreads
+outliers. The matrix is symmetric and orthonormal, so the same product undoes it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["NATURAL", "as_floats", "as_rows", "as_stored", "stored_dtype"]
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-#: Types that NumPy has as floats.
+#: Float types that NumPy has.
 NATURAL: dict[int, np.dtype[Any]] = {
     GgmlType.F32: np.dtype(np.float32),
     GgmlType.F16: np.dtype(np.float16),
@@ -39,13 +39,13 @@ def as_stored(rows: Bytes, kind: int) -> npt.NDArray[Any]:
 
 
 def head_dim(n_bytes: int, kind: int) -> int:
-    """How many values so many bytes of a stored type are."""
+    """Return the number of values in a number of bytes of a stored type."""
     known = GgmlType(kind)
     return n_bytes // known.block_bytes * known.block_size
 
 
 def as_floats(rows: Bytes, kind: int, edge: int) -> Floats:
-    """Convert rows (tokens, heads, bytes of a head) to float32, out of a Hadamard basis."""
+    """Convert rows (tokens, heads, bytes of a head) to float32, undoing a Hadamard rotation."""
     if kind in NATURAL:
         floats = as_stored(rows, kind).astype(np.float32)
     else:

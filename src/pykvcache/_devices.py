@@ -1,4 +1,4 @@
-"""What ggml computes on: the devices of this build by name, and those of other machines."""
+"""Compute devices: those of this build, and those on RPC servers."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from pykvcache.errors import ArgumentError, shown
 __all__ = ["Device", "devices"]
 
 _KINDS: tuple[DeviceKind, ...] = ("cpu", "gpu", "integrated-gpu", "accelerator", "meta")
-#: Layers are put on these.
+#: Kinds of devices that take layers.
 _TAKES_LAYERS = ("gpu", "integrated-gpu")
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device of ggml's.
+    """A compute device of ggml.
 
     Attributes
     ----------
     name
-        What `LlamaModel` takes: ``"CPU"``, ``"CUDA0"``, ``"Vulkan1"``.
+        Name for `LlamaModel`: ``"CPU"``, ``"CUDA0"``, ``"Vulkan1"``.
     kind
-        ``"cpu"``, ``"gpu"``, ``"integrated-gpu"``, ``"accelerator"`` (works beside the CPU, in its
-        memory) or ``"meta"``. Layers are put on GPUs, integrated ones included.
+        ``"cpu"``, ``"gpu"``, ``"integrated-gpu"``, ``"accelerator"`` (shares the CPU's memory) or
+        ``"meta"``. Layers go to GPUs, including integrated ones.
     backend
-        The part of ggml that it belongs to: ``"CPU"``, ``"CUDA"``, ``"Vulkan"``, ``"RPC"``.
+        Its ggml backend: ``"CPU"``, ``"CUDA"``, ``"Vulkan"``, ``"RPC"``.
     description
-        What it is called by its maker.
+        The manufacturer's name.
     memory_free, memory_total
-        Bytes when `devices` was called; 0 where a device does not tell.
+        Bytes at the time of the call of `devices`; 0 if unknown.
     """
 
     name: str
@@ -47,17 +47,17 @@ class Device:
 
 
 def devices() -> tuple[Device, ...]:
-    """Return the devices that this build found here (``ggml_backend_dev_get``).
+    """Return the devices that this build finds on this machine (``ggml_backend_dev_get``).
 
     Returns
     -------
     tuple of Device
-        In ggml's order. Without a GPU backend in the build: the CPU alone.
+        In ggml's order; only the CPU in a build without a GPU backend.
 
     Raises
     ------
     InternalError
-        A backend failed when it was asked.
+        A backend failed.
     """
     return tuple(
         Device(name, _KINDS[kind], backend, description, free, total)
@@ -66,7 +66,7 @@ def devices() -> tuple[Device, ...]:
 
 
 def takes_layers() -> bool:
-    """Tell whether there is any device that layers can be put on."""
+    """Return whether any device takes layers."""
     return any(_KINDS[kind] in _TAKES_LAYERS for _, kind, *_ in lib.device_facts())
 
 
@@ -147,7 +147,7 @@ def beside(names: list[bytes] | None) -> list[bytes]:
 
 
 def shares(split: Sequence[float] | None, n_devices: int) -> list[float] | None:
-    """Return the share of each device, the largest being 1."""
+    """Return the share of each device, scaled so that the largest is 1."""
     if split is None:
         return None
     if isinstance(split, (str, bytes)) or not isinstance(split, Iterable):

@@ -1,4 +1,4 @@
-"""What tells one GGUF file from another: its metadata, its tensor table, samples of its data."""
+"""Fingerprint of a GGUF file: hash of metadata, tensor table and samples of the data."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pykvcache.errors import ModelLoadError
 
 __all__ = ["FileIds", "file_ids", "model_fingerprint"]
 
-#: Of each file: size, modification time, device, inode.
+#: For each file: size, modification time, device, inode.
 FileIds = dict[str, tuple[int, int, int, int]]
 _SAMPLE = 256
 
 
 def file_ids(path: str) -> FileIds:
-    """Return what changes when a model's file is replaced, or a part of it; its own first."""
-    # Absolute, because the current folder may be another one when the file is read again.
+    """Return attributes that change when a model's file or one of its parts is replaced."""
+    # Absolute, because the working directory may change before the file is read again.
     first = os.path.abspath(path)
     ids = {first: file_id(first)}
     for part in parts_of(first):
@@ -33,11 +33,11 @@ def file_ids(path: str) -> FileIds:
 def model_fingerprint(known: FileIds, metadata: Mapping[str, str]) -> str:
     """Return the SHA-256 over all parts of a model, in hexadecimal.
 
-    Metadata and tensor table count whole; of each tensor's data the first, middle and last 256
-    bytes.
+    Covers metadata and tensor table, and the first, middle and last 256 bytes of each tensor's
+    data.
     """
     total = hashlib.sha256()
-    # A single file may have the name of a part, and neighbours that do not belong to it.
+    # A single file may be named like a part, next to unrelated files.
     is_split = int(metadata.get("split.count", "0")) > 1
     first = next(iter(known))
     try:

@@ -1,4 +1,4 @@
-"""Checks on GBNF text that llama.cpp's parser does not survive or does not make."""
+"""Checks of GBNF text that llama.cpp's parser lacks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pykvcache.errors import GrammarError
 
 __all__ = ["check_grammar"]
 
-#: llama.cpp parses by recursion: deeper nesting and longer chains overflow its stack.
+#: llama.cpp parses recursively: deeper nesting and longer chains overflow its stack.
 BYTES_MAX = 2**20
 RULES_MAX = 4096
 NESTING_MAX = 256
-#: Above this llama.cpp takes a bound for "no bound" (MAX_REPETITION_THRESHOLD).
+#: llama.cpp ignores larger bounds (MAX_REPETITION_THRESHOLD).
 REPEAT_MAX = 2000
 
-# Whatever is not closed reaches to the end, and no part can be read in two ways: one pass.
+# An unclosed part extends to the end. Parts are unambiguous, so that one pass is enough.
 _TOKEN = re.compile(
     r"""
       (?P<skip> \#[^\n]*
@@ -31,7 +31,7 @@ _TOKEN = re.compile(
 
 
 def check_grammar(text: str) -> None:
-    """Raise `GrammarError` for a grammar that would hang, crash or be taken otherwise."""
+    """Raise `GrammarError` for a grammar that would hang, crash or be misread."""
     if not text.strip():
         raise GrammarError("the grammar is empty: it would allow any text")
     try:
@@ -73,7 +73,7 @@ def check_grammar(text: str) -> None:
 def _check_repeat(text: str, found: re.Match[str]) -> None:
     bounds = [bound.strip() for bound in found["repeat"].split(",")]
     if len(bounds) > 2 or not all(bound.isdigit() or not bound for bound in bounds):
-        return  # no repetition: llama.cpp's parser says so
+        return  # not a repetition; llama.cpp's parser reports it
     low, high = _bound(bounds[0]), _bound(bounds[-1])
     if max(low, high) > REPEAT_MAX:
         raise _fault(

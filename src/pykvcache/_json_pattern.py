@@ -1,7 +1,7 @@
-r"""Regular expressions of JSON schemas as llama.cpp's converter takes them.
+r"""Converts regular expressions of JSON schemas for llama.cpp's converter.
 
-The converter copies a class or a dot into the grammar as it is, and a quote that they allow ends
-the JSON string. It knows no ``\d``, and only patterns between ``^`` and ``$``.
+llama.cpp's converter copies classes and dots to the grammar unchanged, so a quote that they allow
+ends the JSON string. It does not support ``\d``, nor patterns without ``^`` and ``$``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["UnsupportedPattern", "convertible_pattern", "matches"]
 Ranges = list[tuple[int, int]]
 
 LAST = 0x10FFFF
-# What a JSON string holds in escaped form only.
+# Characters that a JSON string contains only escaped.
 _ESCAPED: Ranges = [(0x00, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\")), (0x7F, 0x7F)]
 _CLASSES: dict[str, Ranges] = {
     "d": [(0x30, 0x39)],
@@ -29,16 +29,16 @@ _HEX = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}"
 
 
 class UnsupportedPattern(Exception):
-    """No grammar can be made of the pattern; the message says why."""
+    """The pattern cannot be converted to a grammar; the message says why."""
 
 
 def convertible_pattern(pattern: str) -> str:
-    """Return a pattern for llama.cpp's converter that allows no text which `pattern` does not.
+    """Return a pattern for llama.cpp's converter that allows only texts that `pattern` allows.
 
     Raises
     ------
     UnsupportedPattern
-        It is no regular expression, or has a part without an equivalent.
+        It is not a regular expression, or a part of it has no equivalent.
     """
     try:
         re.compile(pattern)
@@ -68,7 +68,7 @@ def matches(pattern: str, text: str) -> bool:
 
 
 class _Reader:
-    """Reads a pattern once, from left to right."""
+    """A parser that reads a pattern once, from left to right."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
@@ -123,7 +123,7 @@ class _Reader:
         return "("
 
     def _repeat(self) -> str:
-        """Read how often the piece before is repeated, as often as possible or not."""
+        """Read the repetition of the previous piece, greedy or lazy."""
         found = _REPEAT.match(self.text, self.at)
         if found is None:
             return ""
@@ -135,7 +135,7 @@ class _Reader:
         return found[0]
 
     def _escape(self) -> Ranges:
-        """Read what follows a backslash."""
+        """Read an escape."""
         c = self.text[self.at]
         code = _HEX.match(self.text, self.at)
         if code is not None:
@@ -198,7 +198,7 @@ def _without(ranges: Ranges, excluded: Ranges) -> Ranges:
 
 
 def _write(ranges: Ranges, *, negated: bool) -> str:
-    """Write characters, without those that JSON escapes."""
+    """Write a set of characters without those that JSON escapes."""
     kept = _without([(0, LAST)], ranges + _ESCAPED) if negated else _without(ranges, _ESCAPED)
     if not kept:
         raise UnsupportedPattern("it asks for characters that JSON escapes")

@@ -23,12 +23,12 @@ __all__ = ["as_schema", "convertible", "schema_grammar", "violation"]
 
 Schema = dict[str, Any]
 
-#: Of schemas in schemas, through references too: the converter recurses.
+#: Maximum nesting of schemas, including references: the converter recurses.
 DEPTH_MAX = 64
-#: Of one object: the converter writes a rule for each that may be the first, and takes cubic time.
+#: Maximum number of optional properties of an object: the converter takes cubic time.
 OPTIONAL_MAX = 200
 SCHEMAS_MAX = 4096
-#: Of an integer: the converter's grammars have at most 16 digits.
+#: Largest bound of an integer: the converter's grammars have at most 16 digits.
 BOUND_MAX = 10**15
 
 # fmt: off
@@ -38,7 +38,7 @@ _ANNOTATIONS = frozenset([
     "readOnly", "title", "writeOnly",
 ])
 # fmt: on
-# Keywords of one type say nothing about values of another.
+# Keywords that apply to one type only.
 _OF_TYPE = {
     "object": "additionalProperties dependencies dependentRequired dependentSchemas maxProperties "
     "minProperties patternProperties properties propertyNames required unevaluatedProperties",
@@ -60,16 +60,16 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "boolean": (bool,),
     "null": (type(None),),
 }
-# The converter lets a key that is no property begin with what JSON escapes.
+# The converter lets additional keys begin with characters that JSON escapes.
 _KEY_RULE = re.compile(r"^\S*additional-k\d* ::= .*$", re.MULTILINE)
 _FIRST_OF_KEY = ('[^"', '[^"\\\\\\x7F\\x00-\\x1F')
-# Its space is up to two lines and 20 tabs, on which a small model can spend all its tokens.
+# The converter allows two lines and 20 tabs of white space; a small model can get lost in it.
 _SPACE_RULE = re.compile(r"^space ::= .*$", re.MULTILINE)
 _FORMATS = re.compile("date|time|date-time|uuid[1-5]?")
 
 
 def as_schema(given: object, what: str) -> Schema:
-    """Return a schema as plain values: a mapping, or its JSON text."""
+    """Return a schema, given as a mapping or JSON text, as plain values."""
     try:
         text = given if isinstance(given, str) else json.dumps(given, default=_mapping)
         schema = json.loads(text, parse_constant=_no_constant)
@@ -96,7 +96,7 @@ def schema_grammar(schema: Schema, *, strict: bool, what: str = "json_schema") -
     Raises
     ------
     GrammarError
-        The schema cannot be a grammar; or, with `strict`, it has keywords that would be ignored.
+        The schema cannot become a grammar, or with `strict` has keywords that would be ignored.
     """
     from pykvcache._native import chat_format
 
@@ -110,14 +110,14 @@ def schema_grammar(schema: Schema, *, strict: bool, what: str = "json_schema") -
 
 
 def convertible(schema: Schema, *, strict: bool, what: str) -> Schema:
-    """Return a schema of the same values, or fewer, that llama.cpp's converter takes whole.
+    """Return a schema that llama.cpp's converter supports and that allows no other values.
 
     Parameters
     ----------
     schema
         Plain values.
     strict
-        Refuse keywords that no grammar holds to; otherwise they are left out.
+        Refuse keywords that a grammar cannot enforce; otherwise drop them.
     what
         Name of the schema in errors.
     """
@@ -141,7 +141,7 @@ def convertible(schema: Schema, *, strict: bool, what: str) -> Schema:
 
 
 class _Writer:
-    """Writes schemas with the keywords that the converter takes, and notes the others."""
+    """Rewrites schemas with the keywords that the converter supports, and records the others."""
 
     def __init__(self, root: Schema, what: str) -> None:
         self.root, self.what = root, what
@@ -157,7 +157,7 @@ class _Writer:
         return GrammarError(f"{place}: {why}", what=place, value=value, limit=limit)
 
     def write(self, schema: object, path: str, depth: int) -> Schema:
-        """Return one schema, with those in it."""
+        """Rewrite a schema and its subschemas."""
         self._n += 1
         if depth > DEPTH_MAX:
             raise self._fail(path, f"schemas are nested deeper than {DEPTH_MAX}", depth, DEPTH_MAX)
@@ -201,7 +201,7 @@ class _Writer:
         return {"type": kind}
 
     def _ignore(self, schema: Schema, path: str, taken: set[str], kind: str | None = None) -> None:
-        """Note the keywords that are not taken, but would say something of these values."""
+        """Record unsupported keywords that apply to these values."""
         for name, value in schema.items():
             is_note = name in _ANNOTATIONS or name.startswith("x-") or name == "type"
             is_of_others = kind is not None and name in _OF_ANY - _KEYWORDS.get(kind, _NONE)
@@ -213,7 +213,7 @@ class _Writer:
         if not isinstance(target, str) or not target.startswith("#"):
             raise self._fail(path, f"$ref {target!r} leads out of the schema", target)
         if target not in self._names:
-            # Plain names: the converter makes one rule of names that differ in other characters.
+            # Plain names: the converter merges rules whose names differ in other characters only.
             name = self._names[target] = f"pykvcache-{len(self._names)}"
             self.definitions[name] = {}
             self.definitions[name] = self.write(self._resolve(target, path), target, depth + 1)
@@ -249,7 +249,7 @@ class _Writer:
         return {"anyOf": made}
 
     def _together(self, schema: Schema, path: str, depth: int) -> Schema:
-        """Write ``allOf`` as one schema: of one member, or of objects with different properties."""
+        """Merge ``allOf`` into one schema: one member, or objects with different properties."""
         members = schema["allOf"]
         if not isinstance(members, list) or not members:
             raise self._fail(path, "'allOf' must be a list that is not empty")
@@ -312,7 +312,7 @@ class _Writer:
         low, high = self._counts(schema, "Items", path)
         taken = {"items", "prefixItems", "additionalItems", "minItems", "maxItems"}
         if isinstance(first, list):
-            # Exactly these, which is allowed where more or fewer are.
+            # Exactly these items: stricter than the schema, but valid.
             if not low <= len(first) <= (len(first) if high is None else high):
                 taken -= {"minItems", "maxItems"}
             self._ignore(schema, path, taken, "array")
@@ -372,7 +372,7 @@ class _Writer:
             high.append(math.ceil(schema["exclusiveMaximum"]) - 1)
         if not low and not high:
             return {"type": "integer"}
-        # Both bounds: the converter reads 105 as 15 where there is one alone.
+        # Always both bounds: with a single one the converter reads 105 as 15.
         low, high = low or [-BOUND_MAX], high or [BOUND_MAX]
         if max(low) > min(high):
             raise self._fail(path, "no integer lies between its bounds")
@@ -380,7 +380,7 @@ class _Writer:
 
 
 def _implied(schema: Schema) -> str | None:
-    """Return the type that a schema without one is about, as the converter sees it."""
+    """Return the type that the converter assumes for a schema without one."""
     for kind, names in (
         ("object", ("properties", "required", "additionalProperties")),
         ("array", ("items", "prefixItems")),
@@ -404,7 +404,7 @@ def _is_integer(value: object) -> bool:
 
 
 def resolve(root: Schema, reference: str) -> object:
-    """Return what a reference into a schema names; None if there is nothing."""
+    """Return the target of a reference; None if it does not exist."""
     found: Any = root
     for part in unquote(reference[1:]).split("/")[1:]:
         part = part.replace("~1", "/").replace("~0", "~")

@@ -1,4 +1,4 @@
-"""What a model's file says of it, and where it lies."""
+"""Read-only facts of a model: metadata of its file, and its devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ModelFacts:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Names of the devices that share its layers; none: the CPU alone."""
+        """Names of the devices that share its layers; empty for only the CPU."""
         return self._native.devices
 
     @property
@@ -43,17 +43,17 @@ class ModelFacts:
 
     @property
     def n_head(self) -> int:
-        """Number of query heads (of the first layer, where layers differ)."""
+        """Number of query heads (of the first layer, if layers differ)."""
         return self._native.n_head
 
     @property
     def n_head_kv(self) -> int:
-        """Number of key/value heads (of the first layer, where layers differ)."""
+        """Number of key/value heads (of the first layer, if layers differ)."""
         return self._native.n_head_kv
 
     @property
     def n_swa(self) -> int:
-        """Sliding window in tokens; 0 if there is none."""
+        """Sliding window in tokens; 0 for none."""
         return self._native.n_swa
 
     @property
@@ -73,12 +73,12 @@ class ModelFacts:
 
     @property
     def has_encoder(self) -> bool:
-        """Whether ``encode()`` has to run first (T5)."""
+        """Whether ``encode()`` must run first (T5)."""
         return self._native.has_encoder
 
     @property
     def has_decoder(self) -> bool:
-        """Whether the model decodes at all."""
+        """Whether the model can decode."""
         return self._native.has_decoder
 
     @property

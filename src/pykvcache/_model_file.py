@@ -1,4 +1,4 @@
-"""What is checked of a model's file before llama.cpp opens it."""
+"""Checks of a model's file before llama.cpp opens it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["readable_path"]
 
 
 def readable_path(path: str) -> bytes:
-    """Return the path as bytes, after the checks whose failure llama.cpp describes badly."""
+    """Return the path as bytes, after checks for which llama.cpp has poor messages."""
     raw = os.fsencode(path)
     if b"\0" in raw:
         raise ModelLoadError.of(path, "the path holds a NUL character")
     try:
-        # A pipe would block for ever, and only a file can be mapped.
+        # A pipe would block, and only a regular file can be mapped.
         mode = os.stat(raw).st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
             raise ModelLoadError.of(path, "it is not a regular file")

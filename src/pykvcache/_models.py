@@ -1,4 +1,4 @@
-"""Where the embedded model is."""
+"""Path of the embedded model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Context parameters: checked here, so that llama.cpp sees only what it can honour."""
+"""Checks of context parameters, so that llama.cpp gets only values that it supports."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from pykvcache.model import LlamaModel
 
 __all__ = ["N_CTX_DEFAULT", "cache_bytes", "check_params", "default_threads"]
 
-#: Enough for a chat, and no more than a gigabyte of cache even on an 8B model without GQA.
+#: Enough for a chat, and at most a gigabyte of cache even on an 8B model without GQA.
 N_CTX_DEFAULT = 2048
 MAX_SEQUENCES = 256
 MAX_EARLIER_STATES = 2**16
-#: Bookkeeping of llama.cpp per cell: position, 2D position, shift and 256 sequence bits.
+#: llama.cpp's bookkeeping per cell: position, 2D position, shift and 256 sequence bits.
 CELL_BYTES = 52
 
 _TYPES = {t.name.lower(): t for t in GgmlType}
@@ -35,14 +35,14 @@ _ATTENTION = {t.name.lower(): t for t in AttentionType}
 _SCALING = {t.name.lower(): t for t in RopeScalingType}
 
 
-#: Weights that each thread reads per token: below that the threads wait for each other longer than
+#: Minimum bytes of weights per thread and token: with less, threads wait for each other longer than
 #: they save (benchmarks/waiting.py).
 BYTES_PER_THREAD = 16 * 2**20
 THREADS_MAX = 512
 
 
 def _flash(given: Any) -> Any:
-    """Return a choice of flash attention, of which True and False are two."""
+    """Return a choice of flash attention; True and False are accepted."""
     if isinstance(given, bool):
         return FlashAttention.ENABLED if given else FlashAttention.DISABLED
     return given
@@ -51,7 +51,7 @@ def _flash(given: Any) -> Any:
 def usable_cpus(
     cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> int:
-    """Return how many CPUs this process may use: its affinity, and the quota of its cgroups."""
+    """Return the number of CPUs that this process may use, by affinity and cgroup quotas."""
     affinity = getattr(os, "sched_getaffinity", None)
     n = len(affinity(0)) if affinity else os.cpu_count() or 4
     try:
@@ -63,12 +63,12 @@ def usable_cpus(
                 if quota != "max":
                     n = min(n, math.ceil(int(quota) / int(period)))
     except (OSError, ValueError, ZeroDivisionError):
-        pass  # another system, or an older one
+        pass  # not Linux, or an older version
     return max(1, min(n, THREADS_MAX))
 
 
 def default_threads(model_size: int) -> tuple[int, int]:
-    """Return the threads for one token of a model of so many bytes, and for a batch."""
+    """Return the threads for one token of a model of this size, and for a batch."""
     n = usable_cpus()
     return min(n, max(1, math.ceil(model_size / BYTES_PER_THREAD))), n
 
@@ -79,7 +79,7 @@ def check_params(model: LlamaModel, given: Mapping[str, Any]) -> dict[str, Any]:
     Raises
     ------
     TypeError, ValueError
-        One value is wrong by itself.
+        A value is invalid by itself.
     ContextCreateError
         Values that do not fit each other or this model.
     """
@@ -129,14 +129,14 @@ def check_params(model: LlamaModel, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_together(model: LlamaModel, params: dict[str, Any]) -> None:
-    # The file's length: llama.cpp's own changes with each context that has YaRN.
+    # The file's length, because llama.cpp's changes with each context that uses YaRN.
     n_ctx = params["n_ctx"] = params["n_ctx"] or model.n_ctx_train
     if n_ctx == 0:
         raise ContextCreateError(
             "n_ctx=0 asks for the model's own context length, which it lacks", "n_ctx", 0
         )
-    # llama.cpp clips this to its rounded n_ctx only where attention is causal, and fills an array
-    # of so many entries. A longer call would be refused there all the same.
+    # llama.cpp allocates an array of this size, and clips it to n_ctx only for causal attention. A
+    # longer call would be refused anyway.
     most = max(n_ctx + 256 * params["n_seq_max"], params["n_ubatch"])
     params["n_batch"] = min(params["n_batch"], most)
     n_batch = min(params["n_batch"], n_ctx)
@@ -203,7 +203,7 @@ def _check_types(model: LlamaModel, params: dict[str, Any]) -> None:
 
 
 def cache_bytes(model: LlamaModel, params: Mapping[str, Any], n_ctx: int) -> int:
-    """Estimate the bytes of the attention cache and its bookkeeping, from above."""
+    """Return an upper bound on the bytes of the attention cache and its bookkeeping."""
     streams = 1 if params["kv_unified"] else params["n_seq_max"]
     per_stream = -(-n_ctx // streams)
     cells = streams * (-(-per_stream // 256) * 256)

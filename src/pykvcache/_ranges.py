@@ -1,4 +1,4 @@
-"""Ranges of tokens: which are covered, which are missing, and where a memory can go on."""
+"""Ranges of tokens: covered, missing, and where a memory can be resumed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TypeAlias
 
 __all__ = ["Range", "deepest", "gaps", "overlaps", "union"]
 
-#: Tokens from the first to before the second.
+#: A half-open range of tokens.
 Range: TypeAlias = tuple[int, int]
 
 
 def union(ranges: Iterable[Range]) -> list[Range]:
-    """Return the tokens that are in any of some ranges, in order."""
+    """Return the union of ranges, in order."""
     found: list[Range] = []
     for first, last in sorted(one for one in ranges if one[0] < one[1]):
         if found and first <= found[-1][1]:
@@ -23,7 +23,7 @@ def union(ranges: Iterable[Range]) -> list[Range]:
 
 
 def overlaps(some: Iterable[Range], others: Iterable[Range]) -> list[Range]:
-    """Return the tokens that are in a range of each of two lists."""
+    """Return the intersection of two lists of ranges."""
     seen = list(others)
     return [
         (max(a, first), min(b, last))
@@ -34,7 +34,7 @@ def overlaps(some: Iterable[Range], others: Iterable[Range]) -> list[Range]:
 
 
 def gaps(covered: Iterable[Range], end: int) -> list[Range]:
-    """Return the tokens before an end that no range covers, in order."""
+    """Return the ranges before an end that are not covered, in order."""
     found: list[Range] = []
     at = 0
     for first, last in sorted(covered):
@@ -54,21 +54,21 @@ def deepest(
     window_start: Callable[[int], int] | None,
     needs_state: bool,
 ) -> int:
-    """Return the most tokens, up to a limit, after which a memory can go on.
+    """Return the largest number of tokens, up to a limit, at which a memory can be resumed.
 
     Parameters
     ----------
     limit
-        Tokens whose attention cells are there, or fewer.
+        Number of tokens with attention cells.
     windows
-        Tokens whose window cells are there.
+        Ranges of tokens with window cells.
     states
-        After how many tokens a recurrent state is there.
+        Numbers of tokens after which a recurrent state exists.
     window_start
-        Returns the first token whose window cells are needed to go on after n tokens; None where
-        the memory has no window.
+        Returns the first token whose window cells are needed to resume after n tokens; None if the
+        memory has no window.
     needs_state
-        Whether the memory goes on from states alone.
+        Whether the memory can be resumed only at states.
     """
     places = sorted((n for n in states if n <= limit), reverse=True)
     if window_start is None:
@@ -80,7 +80,7 @@ def deepest(
             if not any(first < n and last > begin for first, last in missing):
                 return n
         return 0
-    # A gap in the window of some tokens lies in the windows of all tokens from its end on.
+    # Resume at or before the gap's start, or far enough after its end.
     while missing and limit:
         first, last = missing.pop()
         if window_start(limit) < last:

@@ -1,4 +1,4 @@
-"""LoRA adapters and control vectors, which change keys and values but not the model."""
+"""LoRA adapters and control vectors: they change keys and values, not the model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = ["AdapterInput", "Adapters", "ControlVector", "LoraAdapter"]
 class LoraAdapter:
     """A LoRA adapter of a model, made by `LlamaModel.load_adapter`.
 
-    It changes nothing by itself: contexts use it (`LlamaContext.set_adapters`). Its memory is freed
-    when neither the program nor a context has it any more, or with the model.
+    It has no effect until a context uses it (`LlamaContext.set_adapters`). Its memory is freed when
+    neither the program nor a context refers to it, or with the model.
     """
 
     kind = "lora"
@@ -51,25 +51,25 @@ class LoraAdapter:
 
     @property
     def path(self) -> str:
-        """The path it was loaded from."""
+        """Path of its file."""
         return self._path
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the file, in hexadecimal: what names it in states and in a prefix cache."""
+        """SHA-256 of the file in hexadecimal; identifies it in states and prefix caches."""
         return self._digest
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """Metadata of the file, without arrays."""
+        """The file's metadata, without arrays."""
         return dict(self._native.metadata)
 
     @property
     def invocation_tokens(self) -> tuple[int, ...]:
-        """Tokens that switch an activated adapter (aLoRA) on; empty for others.
+        """Tokens that activate an aLoRA adapter; empty for other adapters.
 
-        Such an adapter was trained to compute from these tokens on: what comes before them is the
-        base model's.
+        An aLoRA adapter was trained to take effect from these tokens on; earlier tokens use the
+        base model.
         """
         return self._native.invocation
 
@@ -78,18 +78,17 @@ class LoraAdapter:
 
 
 class ControlVector:
-    """Directions that are added to what layers put out (``llama_set_adapter_cvec``).
+    """Directions that are added to the outputs of layers (``llama_set_adapter_cvec``).
 
     Parameters
     ----------
     values
-        One direction per layer: float32, shape (n_layer, n_embd). The first layer takes none: its
-        row is zero.
+        One direction per layer: float32, shape (n_layer, n_embd). The first row must be zero.
 
     Raises
     ------
     ValueError
-        Another shape, numbers that are not finite, or a direction for the first layer.
+        The shape is wrong, values are not finite, or the first row is not zero.
     """
 
     kind = "control"
@@ -124,17 +123,17 @@ class ControlVector:
         return f"<ControlVector of {len(self._values)} layers, {self._digest[:16]}>"
 
 
-#: An adapter, alone or with its scale.
+#: An adapter, alone or with a scale.
 AdapterInput: TypeAlias = LoraAdapter | ControlVector | tuple[LoraAdapter | ControlVector, float]
 
 
 class Adapters:
-    """The adapters that a context applies to its model: those with scales other than zero.
+    """The adapters of a context with non-zero scales.
 
     Parameters
     ----------
     model
-        The context's.
+        The context's model.
     given
         Adapters, alone or with a scale.
     """
@@ -162,11 +161,11 @@ class Adapters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What tells them from others: digests and scales, sorted."""
+        """Digests and scales, sorted, which identify this set."""
         return tuple(sorted(f"{one.kind}:{one.digest}:{scale!r}" for one, scale in self.items))
 
     def apply(self, context: lib.Context) -> None:
-        """Let a context compute with them; what it holds goes where they are others than before."""
+        """Make a context use them; clears its memory if they differ from the previous ones."""
         if context.adapter_names == self.names:
             return
         loras = [(one, scale) for one, scale in self.items if isinstance(one, LoraAdapter)]
@@ -189,5 +188,5 @@ def _pair(given: object) -> tuple[LoraAdapter | ControlVector, float]:
             "adapters must be LoraAdapter or ControlVector objects, or tuples of one and its "
             f"scale, not {type(one).__name__}"
         )
-    # As llama.cpp has it: scales that are the same there have the same name here.
+    # float32, as in llama.cpp: scales that are equal there are equal here.
     return one, float(np.float32(as_float(scale, "scale", -1e6, 1e6)))

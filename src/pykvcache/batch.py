@@ -23,15 +23,15 @@ SEQUENCES_MAX = 256
 class LlamaBatch:
     """Tokens with their positions, sequences and output flags (``llama_batch``).
 
-    The arrays grow by doubling, so a batch has no fixed capacity; what is more than
-    the context's ``n_batch`` is decoded in parts. Not safe for concurrent changes.
+    The arrays grow by doubling, so a batch has no fixed capacity. Batches larger than the
+    context's ``n_batch`` are decoded in parts. Not safe for concurrent changes.
 
     Parameters
     ----------
     capacity
-        Tokens to make room for at first.
+        Initial capacity in tokens.
     n_seq_max
-        Sequences per token to make room for at first.
+        Initial capacity in sequences per token.
     """
 
     def __init__(self, capacity: int = 512, n_seq_max: int = 1) -> None:
@@ -47,22 +47,22 @@ class LlamaBatch:
         seq_ids: TokenInput | npt.NDArray[np.integer[Any]] | SupportsIndex,
         logits: npt.NDArray[Any] | Sequence[bool] | bool = False,
     ) -> LlamaBatch:
-        """Make a batch from arrays, copying each once.
+        """Make a batch from arrays, which are copied once.
 
         Parameters
         ----------
         tokens, pos
             Integers, shape (n,).
         seq_ids
-            One sequence for all, or integers of shape (n,), or (n, k) for tokens that
+            One sequence for all tokens, or integers of shape (n,), or (n, k) for tokens that
             belong to k sequences each.
         logits
-            Which tokens to give outputs for: one value for all, or shape (n,).
+            Which tokens get outputs: one value for all, or shape (n,).
 
         Raises
         ------
         ValueError
-            The shapes do not fit each other.
+            The shapes do not match.
         """
         batch = cls(0, 1)
         if not batch._rows.fill(tokens, pos, seq_ids, logits):
@@ -88,9 +88,9 @@ class LlamaBatch:
         pos
             Position in its sequences.
         seq_ids
-            A sequence id, or several: the token is then computed once for all of them.
+            A sequence id or several; the token is computed once for all of them.
         logits
-            Whether to give outputs (logits, embeddings) for it.
+            Whether the token gets outputs (logits, embeddings).
         """
         if self._rows.add(token, pos, seq_ids, logits):
             return
@@ -114,11 +114,11 @@ class LlamaBatch:
         Parameters
         ----------
         tokens
-            Token ids, shape (n,); copied at once, without a Python loop for arrays.
+            Token ids, shape (n,); arrays are copied without a Python loop.
         seq_id
             The sequence.
         logits_all
-            Outputs for all tokens, not only for the last one.
+            Whether all tokens get outputs instead of only the last one.
         start
             Position of the first token.
         """
@@ -130,7 +130,7 @@ class LlamaBatch:
         _done(self._rows.append(token, seq, as_bool(logits_all, "logits_all"), first))
 
     def clear(self) -> None:
-        """Remove all tokens and keep the room."""
+        """Remove all tokens; keep the capacity."""
         self._rows.clear()
 
     def __len__(self) -> int:
@@ -181,7 +181,7 @@ def _done(taken: bool) -> None:
 
 
 def _ids(seq_ids: SupportsIndex | Sequence[SupportsIndex]) -> Sequence[SupportsIndex]:
-    # Arrays have __index__ too, whatever their size.
+    # All arrays have __index__.
     if isinstance(seq_ids, SupportsIndex) and not isinstance(seq_ids, np.ndarray):
         return [seq_ids]
     if len(seq_ids) > SEQUENCES_MAX:

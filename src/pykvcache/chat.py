@@ -1,4 +1,4 @@
-"""Chat templates, rendered as transformers renders them; needs Jinja2."""
+"""Chat templates, rendered like in transformers; needs Jinja2."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 __all__ = ["plain", "render", "special_token_texts"]
 
-#: Nesting of what a message, a tool or a variable holds.
+#: Maximum nesting of messages, tools and variables.
 MAX_DEPTH = 100
-#: Characters of a template's message that an exception repeats.
+#: Maximum length of a template's message in an exception.
 MAX_MESSAGE = 1000
-# Names of a message's reasoning; transformers reads the first that is there.
+# Keys of a message's reasoning; transformers reads the first one present.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-# A message without any of these renders to an empty turn in most templates.
+# Without any of these keys most templates render an empty turn.
 _CONTENT = ("content", "tool_calls", *_REASONING)
 
 
@@ -44,9 +44,9 @@ class _Refused(Exception):
 
 
 class GenerationTag(Extension):
-    """``{% generation %}``: marks what the assistant says; its content is rendered unchanged."""
+    """``{% generation %}``: marks the assistant's text; its content is rendered unchanged."""
 
-    tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
+    tags = {"generation"}  # noqa: RUF012 - as declared by Jinja
 
     def parse(self, parser: Parser) -> nodes.Node:
         """Read up to ``{% endgeneration %}``; a variable set inside is local to the block."""
@@ -66,14 +66,14 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return a value as JSON; unlike Jinja's own filter it leaves HTML's characters alone."""
+    """Return a value as JSON; unlike Jinja's filter it does not escape HTML characters."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 def raise_exception(message: object = "") -> NoReturn:
-    """Refuse the messages, in the template's words."""
+    """Refuse the messages with the template's message."""
     raise _Refused(str(message)[:MAX_MESSAGE])
 
 
@@ -91,14 +91,14 @@ _compiled = lru_cache(maxsize=16)(_environment.from_string)
 
 
 def plain(value: object, name: str, depth: int = 0) -> Any:
-    """Return a copy made of the types that JSON knows."""
+    """Return a copy with JSON types only."""
     if depth > MAX_DEPTH:
         raise ArgumentError(f"{name} is nested deeper than {MAX_DEPTH}", name, depth, MAX_DEPTH)
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, str):  # str(member of an enumeration) would be its name
+    if isinstance(value, str):  # str() of an enum member would be its name
         return str.__str__(value)
     if isinstance(value, int):
         return int.__int__(value)
@@ -122,7 +122,7 @@ def _plain_list(values: object, name: str, content: str) -> list[dict[Any, Any]]
 
 
 def _message(given: dict[Any, Any], name: str) -> dict[Any, Any]:
-    """Return a message without empty keys, and its reasoning under each name that is read."""
+    """Return a message without empty keys, and with its reasoning under each known key."""
     message = {key: value for key, value in given.items() if value is not None}
     known = ", ".join(map(repr, message))[:200] or "none"
     if "role" not in message:
@@ -143,7 +143,7 @@ def _message(given: dict[Any, Any], name: str) -> dict[Any, Any]:
 
 
 def special_token_texts(model: lib.Model) -> dict[str, str]:
-    """Return the texts of a model's special tokens, by the names that templates read."""
+    """Return the texts of a model's special tokens by template variable."""
     bos, eos, _, sep, _, pad, mask, _ = model.special_tokens()
     number = model.metadata.get("tokenizer.ggml.unknown_token_id", "")
     unk = int(number) if number.isdecimal() and int(number) < model.n_vocab else -1
@@ -158,7 +158,7 @@ def special_token_texts(model: lib.Model) -> dict[str, str]:
 def render(
     template: str, given: Mapping[str, object], variables: Mapping[str, object], generate: bool
 ) -> str:
-    """Render a template on messages, tools and documents, and further variables."""
+    """Render a template with messages, tools, documents and variables."""
     messages = _plain_list(given["messages"], "messages", "'role' and 'content'")
     values: dict[str, object] = {
         "messages": [_message(one, f"messages[{i}]") for i, one in enumerate(messages)],
@@ -174,6 +174,6 @@ def render(
         raise ChatTemplateError(
             "refused", f"the chat template refused the messages: {error}"
         ) from None
-    except Exception as error:  # a template is a program: it may fail in any way
+    except Exception as error:  # a template is a program and may raise anything
         text = f"{type(error).__name__}: {str(error)[:MAX_MESSAGE]}"
         raise ChatTemplateError("error", f"the chat template cannot be rendered: {text}") from error

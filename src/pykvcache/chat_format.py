@@ -1,4 +1,4 @@
-"""How a model writes its messages: content, reasoning and tool calls, as llama.cpp reads them."""
+"""Format of a model's messages: content, reasoning and tool calls, by llama.cpp's parsers."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatFormat", "ChatMessage", "ToolCall", "ToolChoice"]
 
-#: ``"auto"``, ``"none"``, ``"required"``, or one tool by name, as OpenAI's API has it.
+#: ``"auto"``, ``"none"``, ``"required"``, or one tool by name, as in OpenAI's API.
 ToolChoice = Literal["auto", "none", "required"] | Mapping[str, Any]
 
 TEXT_BYTES_MAX = 2**31 - 1
-# What Cython makes of C++'s exceptions.
+# Cython's exceptions for C++ exceptions.
 _NATIVE_ERRORS = (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError)
 _USER = {"role": "user", "content": "Hello"}
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool.
+    """A tool call.
 
     Attributes
     ----------
     name
         The tool's name.
     arguments
-        Its arguments, which fit the tool's schema; ``None`` in a partial message.
+        Arguments that match the tool's schema; ``None`` in a partial message.
     arguments_json
-        The same as JSON text; in a partial message as much as there is.
+        The arguments as JSON text; possibly incomplete in a partial message.
     id
-        The call's id, where the model writes one.
+        The call's id, if the model writes one.
     """
 
     name: str
@@ -51,16 +51,16 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ChatMessage:
-    """A message that a model wrote.
+    """A message of a model.
 
     Attributes
     ----------
     content
-        What the reader sees.
+        Text for the reader.
     reasoning
-        What the model thought before; empty if nothing.
+        The model's reasoning; empty if none.
     tool_calls
-        The tools that it calls.
+        Tool calls.
     """
 
     content: str
@@ -90,24 +90,23 @@ class ChatMessage:
 
 
 class ChatFormat:
-    """How a model writes its messages, with these tools: `LlamaModel.chat_format` makes it.
+    """Format of a model's messages with given tools; made by `LlamaModel.chat_format`.
 
-    It is found from the chat template, takes some 50 ms the first time, and is kept. Any number of
-    threads may share one. `Sampler` takes it as ``chat_format=``: what the model writes is then a
-    message of this format.
+    Derived from the chat template, which takes some 50 ms the first time, and cached. Threads may
+    share it. ``Sampler(chat_format=...)`` makes the model write a message of this format.
 
     Attributes
     ----------
     grammar : str or None
-        GBNF of a message, or of its tool calls; None if the model is free.
+        GBNF of a message or of its tool calls; None if the text is not constrained.
     triggers : tuple of str or None
-        Regular expressions: the grammar begins where one of them matches. None: at once.
+        Regular expressions; the grammar begins where one of them matches. None: at once.
     generation_prompt : str
-        What the template writes at the beginning of an answer. The grammar covers it.
+        Start of an answer, written by the template. The grammar covers it.
     stop : tuple of str
-        Texts that end an answer, beside the model's end-of-generation tokens.
+        Texts that end an answer, in addition to end-of-generation tokens.
     supports_reasoning : bool
-        Whether the model's reasoning is told apart from its content.
+        Whether reasoning is separated from content.
     """
 
     def __init__(
@@ -129,20 +128,21 @@ class ChatFormat:
         self.supports_reasoning: bool = facts["thinking"]
 
     def parse(self, text: str | TokenInput, *, partial: bool = False) -> ChatMessage:
-        """Return the message that a text is.
+        """Parse a text into a message.
 
         Parameters
         ----------
         text
-            What the model wrote after the prompt: tokens, or text with its special tokens written
-            out (``detokenize(tokens, special=True)``). A token that ends generation may follow.
+            The model's output: tokens, or text with special tokens written out
+            (``detokenize(tokens, special=True)``). May end with an end-of-generation token.
         partial
-            The beginning of a message: what is certain so far. Arguments are not checked.
+            Parse the beginning of a message and return the certain parts. Arguments are not
+            checked.
 
         Raises
         ------
         ChatParseError
-            It is no message of this format, or the arguments of a tool do not fit its schema.
+            It is not a message of this format, or a tool's arguments do not match its schema.
         """
         if not isinstance(text, str):
             flags = (False, True, TEXT_BYTES_MAX)
@@ -199,7 +199,7 @@ def make_chat_format(
     strict: bool,
     ends: Sequence[str],
 ) -> ChatFormat:
-    """Find the format of a template's messages with these tools.
+    """Determine the format of a template's messages with these tools.
 
     `ends` are the texts of the tokens that end generation.
     """
@@ -240,7 +240,7 @@ def _names(tools: list[dict[str, Any]]) -> list[str]:
 def _tools(
     tools: Sequence[Mapping[str, Any]] | None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return tools for llama.cpp's analysis, and the schemas of their arguments by name."""
+    """Return tools for llama.cpp's analysis, and their schemas by name."""
     given: list[dict[str, Any]] = []
     schemas: dict[str, Any] = {}
     for i, one in enumerate(tools or ()):
@@ -289,10 +289,10 @@ def _choice(given: object, tools: list[dict[str, Any]]) -> str:
 def _analysed(
     model: lib.Model, template: str, request: dict[str, Any], variables: Mapping[str, Any]
 ) -> chat_format.ChatFormat:
-    """Analyse a template as it answers with these variables.
+    """Analyse a template for answers with these variables.
 
-    Whether it thinks is a variable of many names, with a default of the template's own. So the
-    beginning of the answer as Jinja2 renders it decides which of llama.cpp's two analyses holds.
+    The variable that turns thinking on has many names and different defaults. So the start of the
+    answer, rendered by Jinja2, decides which of llama.cpp's two analyses applies.
     """
     from pykvcache.chat import plain, render, special_token_texts
 
@@ -301,11 +301,11 @@ def _analysed(
     try:
         begun, closed = (render(template, shown, {**tokens, **variables}, g) for g in (True, False))
     except ChatTemplateError as error:
-        # What fails here, or has no end, is not given to llama.cpp's engine, which has no bounds.
+        # llama.cpp's engine has no limits, so a template that fails or hangs must do so here.
         if error.reason != "refused":
             raise
-        begun = closed = ""  # it wants other messages
-    n = len(commonprefix([begun, closed]))  # noqa: RUF071 - of characters
+        begun = closed = ""  # the template requires other messages
+    n = len(commonprefix([begun, closed]))  # noqa: RUF071 - on characters
     begun = begun[n:]
     values = plain(dict(variables), "a variable")
     wanted = values.get("enable_thinking")
@@ -327,7 +327,7 @@ def _analysed(
 def _first_analysis(template: str, bos: str, eos: str, request: str) -> chat_format.ChatFormat:
     from pykvcache._native import chat_format
 
-    # Mistral's template of [CALL_ID] ends its calls with the token, which is then taken for a part.
+    # Mistral's [CALL_ID] template ends calls with EOS; the analysis would take it for a part.
     eos = "" if "[CALL_ID]" in template else eos
     whole = json.dumps({**json.loads(request), "messages": [_USER]})
     texts = (one.encode("utf-8", "surrogatepass") for one in (template, bos, eos, whole))

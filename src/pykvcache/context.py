@@ -1,4 +1,4 @@
-"""A context: decoding, and control over its memory."""
+"""LlamaContext: decoding, and control over its memory."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ class LlamaContext(
     LlamaFileMethods,
     Closing,
 ):
-    """A context of a model: it decodes tokens and holds what it has seen in its memory.
+    """A context of a model: decodes tokens and keeps their cells in its memory.
 
-    What there is, by theme, in the order in which ``help()`` goes on below:
+    Methods by topic, in the order of ``help()``:
 
     close it, set it
         `close`, `is_closed`, `set_n_threads`, `set_adapters`, `adapters`, `perf`, `perf_reset`
     decode and generate
         `decode`, `encode`, `generate`, `abort`, `logits`, `embeddings`, `seq_embeddings`
-    copy, remove and move what a sequence holds
+    copy, remove and move cells of a sequence
         `copy_cache`, `copy_kv_cache_seq`, `copy_prefix`, `clear_kv_cache_seq`, `remove`,
         `clear_kv_cache`, `kv_cache_seq_keep`, `kv_cache_seq_add`, `kv_cache_seq_div`,
         `kv_cache_can_shift`, `kv_cache_update`, `kv_cache_compact`
@@ -67,76 +67,76 @@ class LlamaContext(
         `n_cells_used`, `memory_kind`, `memory_info`, `memory_breakdown`, `plot`
     keys and values as arrays
         `kv`, `write_kv`
-    files and objects that hold a sequence, or all of them
+    files and objects of a sequence or a context
         `save_sequence`, `load_sequence`, `sequence_state`, `restore_sequence`, `save_context`,
         `load_context`, `context_state`, `restore_context`, `save_llama_file`, `load_llama_file`
-    bytes as llama.cpp writes them, in memory
+    raw bytes as llama.cpp writes them
         `get_state`, `set_state`, `state_size`, `get_partial_state`, `set_partial_state`
     facts
         `model`, `fingerprint`, `n_ctx`, `n_ctx_seq`, `n_batch`, `n_ubatch`, `n_seq_max`,
         `max_position`, `kv_unified`, `flash_attn`, `type_k`, `type_v`, `pooling_type`, `n_threads`,
         `n_threads_batch`, `tokens_evaluated`, `native`
 
-    Every method takes the context's lock, so threads may share a context; they wait
-    for each other. Two contexts of one model run in parallel. The GIL is free during
-    everything that takes longer than some microseconds. After ``os.fork()`` the
-    child's contexts are closed.
+    Every method takes the context's lock, so threads may share a context. Two contexts of
+    one model run in parallel. The GIL is released during calls that take more than some
+    microseconds. After ``os.fork()`` the child's contexts are closed.
 
     Parameters
     ----------
     model
         The model.
     n_ctx
-        Cells of the cache, in tokens over all sequences; llama.cpp rounds up to a
-        multiple of 256. Default: 2,048, or the model's own length if that is
-        shorter. 0: the model's own length, whatever it costs.
+        Number of cells (tokens over all sequences); llama.cpp rounds up to a multiple of 256.
+        Default: 2,048, or the model's trained length if that is shorter. 0: the model's trained
+        length.
     n_batch, n_ubatch
-        Tokens per call and per compute step. More tokens are decoded in parts.
+        Tokens per call and per compute step. Larger batches are decoded in parts.
     n_seq_max
-        Sequences, 1 to 256; ids are ``[0, n_seq_max)``.
+        Number of sequences, 1 to 256; ids are ``[0, n_seq_max)``.
     n_rs_seq
-        Earlier states to keep of each recurrent state, for taking the last tokens of a decode back:
-        as many as it had, less one, and `n_rs_seq` at most. Each costs as much memory as the state.
-        Not all models can: Qwen 3.5, LFM2, Nemotron-H and some others. Less than ``n_ubatch - 1``.
+        Number of earlier states to keep of each recurrent state, for rolling back tokens of the
+        last decode: at most `n_rs_seq`, and one less than it had. Each costs as much memory as
+        the state. Supported by Qwen 3.5, LFM2, Nemotron-H and some others. Must be below
+        ``n_ubatch - 1``.
     kv_unified
-        One pool of cells for all sequences: forks share cells and cost nothing.
-        ``False`` gives each sequence a stream of ``n_ctx / n_seq_max`` cells. MiniMax M3 attends
-        to what its index chooses only so, or with one sequence, and with flash attention.
+        One pool of cells for all sequences, so that forks share cells and cost nothing.
+        ``False`` gives each sequence a stream of ``n_ctx / n_seq_max`` cells. MiniMax M3's
+        sparse attention needs that (or one sequence) and flash attention.
     swa_full
-        Give sliding-window layers a full-size cache, so that a sequence can be
-        rewound and shifted; ``False`` saves memory and keeps the window only.
+        Give sliding-window layers a full-size cache, so that sequences can be rewound and
+        shifted; ``False`` saves memory and keeps only the window.
     type_k, type_v
         ``"f32"``, ``"f16"``, ``"bf16"``, ``"q8_0"``, ``"q5_1"``, ``"q5_0"``,
         ``"q4_1"``, ``"q4_0"`` or ``"iq4_nl"``.
     flash_attn
         ``"auto"``, ``"enabled"`` (True) or ``"disabled"`` (False).
     n_threads, n_threads_batch
-        Threads for one token and for more. Default for more: the CPUs that affinity and
-        cgroups leave this process, or `n_threads` if that is given; for one token one thread
-        for each 16 MiB of weights, and no more than these CPUs.
+        Threads for one token and for several. Default for several: the CPUs that affinity and
+        cgroups allow, or `n_threads` if given. Default for one: a thread per 16 MiB of weights,
+        at most those CPUs.
     embeddings
-        Compute embeddings for all tokens, beside logits.
+        Compute embeddings for all tokens, in addition to logits.
     pooling_type
         ``"unspecified"`` (the model's), ``"none"``, ``"mean"``, ``"cls"``, ``"last"``, ``"rank"``.
     attention_type
         ``"unspecified"`` (the model's), ``"causal"``, ``"non_causal"``.
     offload_kqv, op_offload
-        Whether the cache and host operations go to a GPU.
+        Whether the cache and host operations are offloaded to a GPU.
     rope_scaling_type, rope_freq_base, rope_freq_scale
-        RoPE overrides; 0 takes the model's.
+        RoPE overrides; 0 uses the model's.
     yarn_ext_factor, yarn_attn_factor, yarn_beta_fast, yarn_beta_slow, yarn_orig_ctx
-        YaRN overrides; -1 (0 for ``yarn_orig_ctx``) takes the model's.
+        YaRN overrides; -1 (0 for ``yarn_orig_ctx``) uses the model's.
     no_perf
         Do not measure times.
     adapters
-        LoRA adapters and control vectors to compute with, as for `set_adapters`.
+        LoRA adapters and control vectors, as in `set_adapters`.
 
     Raises
     ------
     ValueError, TypeError
-        A parameter is wrong by itself.
+        A parameter is invalid by itself.
     ContextCreateError
-        The parameters do not fit each other, the model or this machine.
+        The parameters do not fit together, or do not fit the model or this machine.
 
     Examples
     --------
@@ -198,14 +198,14 @@ class LlamaContext(
                 self._native.close()
                 raise
         if self._native.index_use is False:
-            # llama.cpp says so once per process, and later.
+            # llama.cpp warns only once per process, and later.
             _log.warning(
                 "this context attends to all cells, and this model was made to attend to those "
                 "that its index chooses: for that, pass kv_unified=False (or n_seq_max=1), and "
                 "flash_attn='enabled' (or 'auto')"
             )
 
-    # Figures and life -----------------------------------------------------------------------
+    # Settings and lifetime ------------------------------------------------------------------
 
     def set_n_threads(self, n_threads: int, n_threads_batch: int | None = None) -> None:
         """Change the number of threads, 1 to 512 (``llama_set_n_threads``)."""
@@ -214,27 +214,27 @@ class LlamaContext(
         )
 
     def set_adapters(self, adapters: Sequence[AdapterInput]) -> None:
-        """Compute with other adapters from now on (``llama_set_adapters_lora``).
+        """Set the adapters to use (``llama_set_adapters_lora``).
 
-        Keys and values depend on them. So where they change, the memory is emptied: a
-        `LlamaSequence` evaluates its tokens again when it is used, a prefix cache goes on with the
-        blocks of these adapters, and states of others are refused.
+        Keys and values depend on them, so a change clears the memory: a `LlamaSequence` evaluates
+        its tokens again at its next use, a prefix cache uses the blocks of these adapters, and
+        states of other adapters are refused.
 
         Parameters
         ----------
         adapters
-            `LoraAdapter` and `ControlVector` objects, alone or as tuples with a scale; those with
-            scale 0 have no effect. Empty: the model alone.
+            `LoraAdapter` and `ControlVector` objects, alone or as tuples with a scale; scale 0 has
+            no effect. Empty: only the model.
 
         Raises
         ------
         TypeError, ValueError
             An adapter is given twice, or belongs to another model.
         UnsupportedOperation
-            This context cannot compute with them, or layers of the model lie on RPC servers.
-            The ones before stay in use.
+            This context cannot use them, or the model has layers on RPC servers. The previous
+            adapters stay in use.
         ReentryError
-            A callback of a sequence of this context called it.
+            Called from a callback of this context's sequences.
         """
         if self.is_closed:
             raise ClosedError("the context is closed")
@@ -246,24 +246,24 @@ class LlamaContext(
 
     @property
     def adapters(self) -> tuple[tuple[LoraAdapter | ControlVector, float], ...]:
-        """The adapters in use, each with its scale."""
+        """The adapters in use, with their scales."""
         return self._adapters.items
 
     def perf(self) -> PerfData:
-        """Return llama.cpp's own figures since the last `perf_reset`."""
+        """Return llama.cpp's measurements since the last `perf_reset`."""
         return PerfData(*self._native.perf())
 
     def perf_reset(self) -> None:
-        """Set llama.cpp's own figures to zero."""
+        """Reset llama.cpp's measurements."""
         self._native.perf_reset()
 
     def close(self) -> None:
-        """Free the context; waits for a call of another thread. Twice does nothing."""
+        """Free the context; wait for a running call of another thread. Idempotent."""
         self._native.close()
 
     @property
     def is_closed(self) -> bool:
-        """Whether the context was closed, or belongs to the process before a fork."""
+        """Whether the context is closed, or belongs to the process before a fork."""
         return self._native.is_closed
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Computing: the methods of a context that decode tokens and give what came of them."""
+"""The methods of a context that compute: decode, encode, logits, embeddings."""
 
 from __future__ import annotations
 
@@ -20,47 +20,46 @@ FloatArray = npt.NDArray[np.float32]
 
 
 class DecodeMethods(ContextFacts):
-    """The computing methods of `LlamaContext`; not made by itself."""
+    """The computing methods of `LlamaContext`; a base class."""
 
     _native: lib.Context
 
     def decode(
         self, batch_or_tokens: LlamaBatch | TokenInput, *, seq_id: SupportsIndex = 0
     ) -> None:
-        """Compute tokens and store them in the memory (``llama_decode``).
+        """Decode tokens and store their cells in the memory (``llama_decode``).
 
         Parameters
         ----------
         batch_or_tokens
-            Token ids, appended to ``seq_id`` at its next position, with logits for
-            the last one; or a `LlamaBatch`. More than ``n_batch`` tokens are decoded
-            in parts.
+            Token ids, appended to ``seq_id`` at its next position, with logits for the last
+            one; or a `LlamaBatch`. More than ``n_batch`` tokens are decoded in parts.
         seq_id
-            The sequence that an array is appended to.
+            The sequence to which token ids are appended.
 
         Raises
         ------
         InvalidBatch
-            Nothing to decode, a token outside the vocabulary, positions that do not
-            continue their sequence; raised before anything is computed.
+            The batch is empty, a token is outside the vocabulary, or positions do not continue
+            their sequence; raised before anything is computed.
         PositionError
-            A token would lie past `max_position`; nothing was decoded.
+            A position would exceed `max_position`; nothing was decoded.
         NoKvCacheSlot
-            The cache has fewer free cells than there are tokens; nothing was decoded.
-            With ``swa_full=False`` a window's cache may be full in the middle of a long
-            call: ``n_decoded`` tokens of it stay, decode those after them to go on.
+            The cache has too few free cells; nothing was decoded. With ``swa_full=False`` a
+            window's cache may become full in the middle of a long call: its first
+            ``n_decoded`` tokens stay; continue with the rest.
         DecodeAborted
-            `abort` was called meanwhile; ``n_decoded`` tells how many tokens stay.
+            `abort` was called; the first ``n_decoded`` tokens stay.
         DecodeError
-            Other failures; ``code`` is llama.cpp's.
+            Any other failure; ``code`` is llama.cpp's.
 
         Notes
         -----
-        A model without memory (BERT) computes the batch by itself, see `seq_embeddings`.
+        A model without memory (BERT) computes only the batch, see `seq_embeddings`.
         """
         native = self._native
         if native.decode_tokens(batch_or_tokens, seq_id):
-            return  # an array or a list of ints, as nearly always
+            return  # the common case: an array or a list of ints
         if isinstance(batch_or_tokens, LlamaBatch):
             native.decode_batch(batch_or_tokens.native)
         else:
@@ -69,14 +68,14 @@ class DecodeMethods(ContextFacts):
     def encode(
         self, batch_or_tokens: LlamaBatch | TokenInput, *, seq_id: SupportsIndex = 0
     ) -> None:
-        """Run the encoder (``llama_encode``): T5 before decoding, BERT for embeddings.
+        """Run the encoder (``llama_encode``): of T5 before decoding, of BERT for embeddings.
 
         Raises
         ------
         UnsupportedOperation
             The model has no encoder.
         InvalidBatch
-            As for `decode`, or more tokens than ``n_ubatch``.
+            As in `decode`; also for more than ``n_ubatch`` tokens.
         """
         if isinstance(batch_or_tokens, LlamaBatch):
             b = batch_or_tokens
@@ -92,8 +91,7 @@ class DecodeMethods(ContextFacts):
         Parameters
         ----------
         i
-            Index in the batch; negative counts from the end of the tokens that have
-            logits.
+            Index in the batch; negative numbers count from the end of the tokens with logits.
 
         Returns
         -------
@@ -103,11 +101,12 @@ class DecodeMethods(ContextFacts):
         Raises
         ------
         IndexError
-            That token has no logits, and after a failed decode none has; or no sequence
-            holds it any more after what came before it: it was removed, moved or
-            replaced. A fork that holds it keeps its logits readable.
+            The token has no logits (no token has after a failed decode), or its row is no
+            longer valid because the token or an earlier one was removed, moved or replaced.
+            A fork that has the token keeps its logits valid.
         OutputNotFinite
-            They are NaN or infinite: weights or a state overflow. Minus infinity is a logit.
+            They contain NaN or infinity, because weights or a state overflow. Minus infinity
+            is a valid logit.
         """
         return self._native.logits(i)
 
@@ -128,9 +127,9 @@ class DecodeMethods(ContextFacts):
         return self._native.seq_embeddings(seq_id)
 
     def abort(self) -> bool:
-        """Ask a decode that runs in another thread to stop; tell whether there was one.
+        """Stop a decode that runs in another thread; return whether one was running.
 
-        The decode then raises `DecodeAborted`. Later decodes are not concerned.
+        The decode raises `DecodeAborted`. Later decodes are not affected.
         """
         return self._native.abort()
 
@@ -143,16 +142,16 @@ class DecodeMethods(ContextFacts):
     ) -> Iterator[int]:
         """Append a prompt to a sequence and yield sampled tokens.
 
-        Each yielded token is decoded when the next one is asked for, so the last one
-        is not in the memory yet: pass it as the prompt to go on. Ends before an
+        Each yielded token is decoded when the next one is requested, so the last one is
+        not in the memory yet: pass it as the prompt to continue. Ends before an
         end-of-generation token.
 
         Parameters
         ----------
         prompt
-            Text (special tokens are added when the sequence is empty) or token ids.
+            Text (special tokens are added if the sequence is empty) or token ids.
         max_tokens
-            Tokens to yield at most.
+            Maximum number of tokens to yield.
         sampler
             Default: greedy.
         seq_id

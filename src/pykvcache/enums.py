@@ -1,4 +1,4 @@
-"""The enumerations of ``llama.h`` and ``ggml.h`` that a caller can choose from."""
+"""The enumerations of ``llama.h`` and ``ggml.h`` that are options."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ __all__ = [
     "SplitModeName",
 ]
 
-# What an option takes beside a member of its enumeration, for type checkers and editors.
-# Unions, because stubtest takes a Literal of several for none.
+# Texts that options accept in place of enum members, for type checkers and editors.
+# Written as unions for stubtest.
 GgmlTypeName: TypeAlias = (
     Literal["f32"]
     | Literal["f16"]
@@ -66,7 +66,7 @@ LoadModeName: TypeAlias = (
     | Literal["direct_io"]
 )
 
-#: What `LlamaContext.memory_kind` says.
+#: Values of `LlamaContext.memory_kind`.
 MemoryKind: TypeAlias = (
     Literal["attention"]
     | Literal["sliding-window"]
@@ -76,11 +76,11 @@ MemoryKind: TypeAlias = (
     | Literal["none"]
     | Literal["other"]
 )
-#: The parts of a memory that `LlamaContext.cells` shows.
+#: Parts of a memory for `LlamaContext.cells`.
 MemoryPart: TypeAlias = (
     Literal["attention"] | Literal["window"] | Literal["recurrent"] | Literal["index"]
 )
-#: What a `Device` is.
+#: Kinds of `Device`.
 DeviceKind: TypeAlias = (
     Literal["cpu"]
     | Literal["gpu"]
@@ -91,7 +91,7 @@ DeviceKind: TypeAlias = (
 
 
 class GgmlType(IntEnum):
-    """``enum ggml_type``: the types that a KV cache may be stored in."""
+    """``enum ggml_type``: types of a KV cache."""
 
     F32 = 0
     F16 = 1
@@ -105,7 +105,7 @@ class GgmlType(IntEnum):
 
     @property
     def block_size(self) -> int:
-        """Number of values that are stored together."""
+        """Number of values per block."""
         return 1 if self in (GgmlType.F32, GgmlType.F16, GgmlType.BF16) else 32
 
     @property

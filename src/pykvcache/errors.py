@@ -1,8 +1,7 @@
-"""Every exception that pykvcache raises on purpose.
+"""All exceptions that pykvcache raises on purpose.
 
-Each class is also the builtin that a reader would expect (``ValueError``,
-``IndexError``, ...) and carries what it is about as attributes, so that a
-program never has to read a message.
+Each class is also a subclass of the matching builtin (``ValueError``, ``IndexError``, ...)
+and has its details as attributes, so that programs need not parse messages.
 """
 
 from __future__ import annotations
@@ -66,31 +65,31 @@ __all__ = [
 
 
 class KvCacheError(Exception):
-    """Base class of every error of this package."""
+    """Base class of all errors of this package."""
 
 
 class CacheFullError(KvCacheError, RuntimeError):
-    """There is no room: a `NoKvCacheSlot` (context), `KvCacheFull` or `NoSlot` (array caches)."""
+    """No room: a `NoKvCacheSlot` (context), `KvCacheFull` or `NoSlot` (array caches)."""
 
 
 class UnsupportedError(KvCacheError, RuntimeError):
-    """Not possible here: an `UnsupportedOperation` (context) or `NotSupported` (array caches)."""
+    """Not supported: an `UnsupportedOperation` (context) or `NotSupported` (array caches)."""
 
 
 class DetailedError(KvCacheError):
-    """What errors about one thing carry: which thing, what it is, and what it may be.
+    """Attributes of errors about one value.
 
     Attributes
     ----------
     what : str or None
-        The argument or the part that is wrong, where it has a name.
+        Name of the invalid argument or part, if it has one.
     value : object
-        What it is: a number, a shape, a dtype or class by name; several in a tuple or dict.
+        The invalid value: a number, a shape, a dtype or class by name; several in a tuple or dict.
     limit : object
-        What it may be, or what is there: the most, the least, the one value, or all of them.
+        The allowed maximum, minimum, value or values.
     """
 
-    # Of subclasses, too, whose facts are those of OSError.
+    # Also for subclasses with OSError's attributes.
     what: str | None = None
     value: object = None
     limit: object = None
@@ -109,7 +108,7 @@ class DetailedError(KvCacheError):
 
 
 class ArgumentError(DetailedError, ValueError):
-    """An argument has a value that can never be meant; nothing was changed."""
+    """An argument has an invalid value; nothing was changed."""
 
 
 class OutOfRangeError(DetailedError, IndexError):
@@ -119,24 +118,24 @@ class OutOfRangeError(DetailedError, IndexError):
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
-_MAX_BITS = 256  # of an integer that is written; Python refuses to write those of 4300 digits
+_MAX_BITS = 256  # larger integers are not printed; Python refuses 4300 digits
 
 
 def shown(value: object) -> str:
-    """Return a value's text, of a long one the beginning and the end."""
+    """Return a value's repr, shortened in the middle."""
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         return f"<int of {value.bit_length()} bits>"
     try:
         return _SHORT.repr(value)
-    except Exception:  # what it holds cannot be written
+    except Exception:  # its repr fails
         return f"<{type(value).__name__}>"
 
 
-# Conversion of Python integers to C, and what a memory cannot do -------------------
+# Conversion of Python integers to C, and unsupported operations --------------------
 
 
 class KvCacheConversionError(KvCacheError, ValueError):
-    """A value cannot be handed to the memory API."""
+    """A value does not fit the memory API."""
 
 
 class _TooLarge(KvCacheConversionError, OverflowError):
@@ -144,7 +143,7 @@ class _TooLarge(KvCacheConversionError, OverflowError):
 
     def __init__(self, value: int) -> None:
         super().__init__(f"Provided {self._what} is too large for a i32")
-        #: The value that was given.
+        #: The given value.
         self.value = value
 
 
@@ -167,17 +166,17 @@ class P1TooLarge(_TooLarge):
 
 
 class UnsupportedOperation(KvCacheConversionError, UnsupportedError):
-    """What was asked cannot be done by this model, or as things are.
+    """The operation is not supported by this model, memory, context, sequence, state or build.
 
     Attributes
     ----------
     operation : str
-        Name of the method that was called.
+        Name of the called method.
     reason : str
-        Why it cannot be done, and what to do instead where there is something.
+        Why it is not supported, and an alternative if there is one.
     subject : str
-        What stands in the way: ``"model"``; ``"memory"``, its kind; ``"context"``, how it was
-        created; ``"sequence"``, what it holds now; ``"state"``; ``"build"``.
+        The cause: ``"model"``; ``"memory"`` (its kind); ``"context"`` (its parameters);
+        ``"sequence"`` (its present contents); ``"state"``; ``"build"``.
     """
 
     def __init__(self, operation: str, reason: str, subject: str = "model") -> None:
@@ -194,7 +193,7 @@ class UnsupportedOperation(KvCacheConversionError, UnsupportedError):
 
 
 class SequenceIdError(KvCacheError, IndexError):
-    """A sequence id is outside ``[0, n_seq_max)``, or a saved context holds nothing of it."""
+    """A sequence id is outside ``[0, n_seq_max)``, or not in a saved context."""
 
     def __init__(self, seq_id: int, n_seq_max: int, message: str | None = None) -> None:
         super().__init__(
@@ -209,17 +208,16 @@ class SequenceIdError(KvCacheError, IndexError):
 
 
 class PositionError(DetailedError, ValueError):
-    """A position, or a range of positions, cannot be meant.
+    """A position or a range of positions is invalid.
 
     Attributes
     ----------
     p0, p1 : int or None
-        The range that was given; ``None`` for an open end.
+        The given range; ``None`` for an open end.
     value : int or None
-        The position that cannot be, where one position is the reason.
+        The invalid position, if it is a single one.
     limit : int or None
-        The highest position that can be, where it is too high (`LlamaContext.max_position`); 0
-        where it is negative.
+        The maximum if the position is too high (`LlamaContext.max_position`); 0 if it is negative.
     """
 
     value: int | None
@@ -241,7 +239,7 @@ class PositionError(DetailedError, ValueError):
 
 
 class SharedCellsError(DetailedError, RuntimeError):
-    """Cells that another sequence shares would be moved with this one."""
+    """The operation would also move cells of another sequence."""
 
 
 class GrammarError(DetailedError, ValueError):
@@ -250,7 +248,7 @@ class GrammarError(DetailedError, ValueError):
     Attributes
     ----------
     line, column : int or None
-        Where in the text, counted from 1; ``None`` where it is not one place.
+        Place in the text, counted from 1; ``None`` if not a single place.
     """
 
     def __init__(
@@ -268,7 +266,7 @@ class GrammarError(DetailedError, ValueError):
         self.column = column
 
 
-# Life cycle --------------------------------------------------------------------------
+# Lifetime ----------------------------------------------------------------------------
 
 
 class ClosedError(DetailedError, ValueError):
@@ -276,25 +274,25 @@ class ClosedError(DetailedError, ValueError):
 
 
 class StaleViewError(KvCacheError, ReferenceError):
-    """A view of a live cache was read after a call that may have changed the cells."""
+    """A view of a live cache was read after a call that may have changed its cells."""
 
 
 class OvertakenError(KvCacheError, RuntimeError):
-    """Another generation has gone on with the sequence of this one, which ends here."""
+    """A newer generation has continued the same sequence, so this one ends."""
 
 
 class ReentryError(KvCacheError, RuntimeError):
-    """A context, a sequence or a generator was called from within one of their own calls.
+    """A context, sequence or generator was called from within one of its own calls.
 
-    By a callback, a signal handler, a finalizer or a policy: nothing was changed. Note what is to
-    be done, and do it once the call has returned.
+    The caller was a callback, a signal handler, a finalizer or a policy. Nothing was changed. Make
+    the call after the outer one has returned.
     """
 
 
 class InternalError(KvCacheError, RuntimeError):
     """llama.cpp hit an assertion or an exception that no check foresaw.
 
-    The process lives on; the context refuses further work until it is cleared.
+    The process continues; the context refuses further work until it is cleared.
     """
 
 
@@ -304,8 +302,8 @@ class ChatTemplateError(KvCacheError, ValueError):
     Attributes
     ----------
     reason : str
-        ``"refused"`` where the template called ``raise_exception``: the message has its words.
-        ``"error"`` for everything else that goes wrong in a template.
+        ``"refused"`` if the template called ``raise_exception``, whose text is in the message;
+        ``"error"`` for any other failure of a template.
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -317,14 +315,14 @@ class ChatTemplateError(KvCacheError, ValueError):
 
 
 class ChatParseError(KvCacheError, ValueError):
-    """A text is no message of the model's format, or calls a tool with wrong arguments.
+    """A text is not a message of the model's format, or calls a tool with invalid arguments.
 
     Attributes
     ----------
     text : str
-        The text, without what ends it.
+        The text, without its end-of-generation token.
     tool : str or None
-        The tool whose arguments are wrong.
+        The tool with invalid arguments.
     """
 
     def __init__(self, message: str, text: str, tool: str | None = None) -> None:
@@ -340,7 +338,7 @@ class ChatParseError(KvCacheError, ValueError):
 
 
 class StoreError(DetailedError, ValueError):
-    """A store of blocks cannot be made or asked so. What disks and servers do never raises."""
+    """A store got an invalid argument. Failures of disks and servers never raise."""
 
 
 class ModelLoadError(KvCacheError, OSError):
@@ -349,9 +347,9 @@ class ModelLoadError(KvCacheError, OSError):
     Attributes
     ----------
     path : str or None
-        The file, as it was given.
+        The given path.
     reason : str or None
-        What is wrong with it; of what the system refused, ``errno`` and ``strerror`` tell.
+        What is wrong with it; for errors of the system see ``errno`` and ``strerror``.
     """
 
     def __init__(self, *facts: object, path: str | None = None, reason: str | None = None) -> None:
@@ -361,37 +359,37 @@ class ModelLoadError(KvCacheError, OSError):
 
     @classmethod
     def of(cls, path: str, reason: str) -> ModelLoadError:
-        """Return the error that names a file and what is wrong with it."""
+        """Return the error for a file and a reason."""
         return cls(f"cannot load {path!r}: {reason}", path=path, reason=reason)
 
 
 class ContextCreateError(DetailedError, RuntimeError):
-    """A context cannot have these parameters, or not with this model.
+    """A context cannot be created with these parameters, or not for this model.
 
-    `what` is the parameter that stands in the way, where it is one; `value` what it is, and
-    `limit` what it may be: the most, the least, or the one word.
+    `what` is the invalid parameter, if it is a single one; `value` its value, and `limit` its
+    maximum, minimum or only allowed value.
     """
 
     @property
     def parameter(self) -> str | None:
-        """The parameter that stands in the way: `what`."""
+        """The invalid parameter: `what`."""
         return self.what
 
 
 class DeviceLost(KvCacheError, ConnectionError):
-    """A server of a model failed, froze, answered what cannot be true, or cannot be reached.
+    """An RPC server failed, timed out, sent an invalid reply or is unreachable.
 
-    It stays lost: every later call of the contexts that lie on it raises this, but ``close()``.
-    Load the model again to go on; what was saved before can be put back.
+    It stays lost: every later call of its contexts except ``close()`` raises this. To continue,
+    load the model again and restore saved states.
 
     Attributes
     ----------
     endpoint : str
         The server, ``"host:port"``.
     operation : str
-        What was asked for: ``"connect"``, ``"load"``, ``"create"``, ``"decode"``, ...
+        The operation: ``"connect"``, ``"load"``, ``"create"``, ``"decode"``, ...
     reason : str
-        What happened, and during which message.
+        What happened, during which message.
     """
 
     def __init__(self, endpoint: str, operation: str, reason: str) -> None:
@@ -410,12 +408,12 @@ class DecodeError(KvCacheError, RuntimeError):
     Attributes
     ----------
     code : int or None
-        What llama.cpp returned; ``None`` when the call was not made.
+        llama.cpp's return value; ``None`` if it was not called.
     n_decoded : int
-        Tokens of this call, from the first on, that were decoded before and stay in the memory.
-        To go on, decode those after them.
+        The first `n_decoded` tokens of this call were decoded and stay in the memory. To continue,
+        decode the rest.
     needs_removal : tuple of int
-        Sequences that cannot go on: remove all of each.
+        Sequences that must be removed completely before further use.
     """
 
     def __init__(
@@ -433,21 +431,21 @@ class DecodeError(KvCacheError, RuntimeError):
 
 
 class OutputNotFinite(DecodeError, ArithmeticError):
-    """What a decode computed is NaN or infinite: there is nothing true to hand out.
+    """A decode computed NaN or infinity, so its outputs are invalid.
 
-    The weights, a state or keys and values that were written overflow in the model's arithmetic.
-    The tokens stay in the memory, and other sequences are unharmed.
+    Weights, a state, or written keys and values overflow in the model's arithmetic. The tokens stay
+    in the memory, and other sequences are not affected.
 
     Attributes
     ----------
     what : str
         ``"logits"`` or ``"embeddings"``.
     index : int or None
-        The token of the last decode, or the sequence of pooled embeddings; ``None`` where one
-        step chose for many requests, and the request tells.
+        The token of the last decode, or the sequence of pooled embeddings; ``None`` in a step for
+        many requests, where the failed request identifies it.
     place, value : int, float
-        The first place of the row (a token of the vocabulary) that is not finite, and what it
-        holds.
+        The first non-finite element of the row (for logits, a token of the vocabulary), and its
+        value.
     """
 
     def __init__(
@@ -471,19 +469,19 @@ class OutputNotFinite(DecodeError, ArithmeticError):
 
 
 class NoKvCacheSlot(DecodeError, CacheFullError):
-    """The cache has no free cells for the tokens, or for the cells of a state (code 1).
+    """The cache has too few free cells for tokens or a state (code 1).
 
-    Where the free cells tell, nothing was decoded. A sliding window's cache that is smaller than
-    the context may find itself full in the middle of a long call: see ``n_decoded``.
+    Nothing was decoded, with one exception: a sliding window's cache that is smaller than the
+    context may become full in the middle of a long call, see ``n_decoded``.
 
     Attributes
     ----------
     n_tokens : int or None
-        Tokens (of a state: cells) that were to be placed.
+        Number of tokens, or cells of a state, to be stored.
     n_free, n_cells : int or None
-        Cells that are free, and that there are for this sequence; ``None`` where not known.
+        Free cells, and all cells for this sequence; ``None`` if unknown.
     n_seq_max : int or None
-        Sequence ids that there are, where an id is what is not free.
+        Number of sequence ids, if no id is free.
     """
 
     def __init__(
@@ -505,19 +503,19 @@ class NoKvCacheSlot(DecodeError, CacheFullError):
 
 
 class DecodeAborted(DecodeError):
-    """``abort()`` stopped the decode (code 2); ``n_decoded`` tokens were decoded before."""
+    """``abort()`` stopped the decode (code 2); its first ``n_decoded`` tokens stay."""
 
 
 class InvalidBatch(DecodeError, ValueError):
-    """The batch is not one that can be decoded; raised before the call.
+    """The batch cannot be decoded; raised before the call.
 
     Attributes
     ----------
     index : int or None
-        Which token of the batch is the reason.
+        The invalid token's index in the batch.
     value, limit : int or None
-        What it has that cannot be (a token id, a position, a number of sequences or tokens), and
-        the limit, or the one value that could be.
+        The invalid value (a token id, a position, a number of sequences or tokens), and its limit
+        or only valid value.
     """
 
     def __init__(
@@ -536,20 +534,19 @@ class InvalidBatch(DecodeError, ValueError):
         self.limit = limit
 
 
-#: Names of files with more characters are shortened; of the system's no path has more.
+#: Longer file names are shortened in messages; the system allows no longer paths.
 _LONGEST = 4096
 
 
 class StateError(DetailedError, ValueError):
-    """A saved state, or arrays that become one, cannot be used; the destination is as it was.
+    """A saved state, or arrays for one, cannot be used; the destination is unchanged.
 
     Attributes
     ----------
     what : str or None
-        What of it is wrong, where it is one thing: ``"bytes"``, ``"version"``, a setting, a tensor.
+        The invalid part, if it is a single one: ``"bytes"``, ``"version"``, a setting, a tensor.
     value, limit : object
-        What the state has of that, and what it may have, or what this context has; ``None`` where
-        there is no such number or word.
+        The state's value, and the allowed one or this context's; ``None`` if not applicable.
     """
 
 
@@ -562,7 +559,7 @@ class StateTrailingBytes(StateError):
 
 
 class StateDamaged(StateError):
-    """A checksum does not match, or the bytes are such as no memory writes."""
+    """A checksum does not match, or the bytes are not a valid state."""
 
 
 class StateFormatError(StateError):
@@ -570,11 +567,11 @@ class StateFormatError(StateError):
 
 
 class StateVersionError(StateError):
-    """A state was written by a version of the format that cannot be read here."""
+    """A state has a format version that is not supported."""
 
 
 class StateModelMismatch(StateError):
-    """A state belongs to another model, or to the same one stored otherwise."""
+    """A state belongs to another model, or to another quantisation of the same one."""
 
 
 class StateLayoutMismatch(StateError):
@@ -582,12 +579,12 @@ class StateLayoutMismatch(StateError):
 
 
 class PartialStateError(StateError):
-    """A partial state is of another context, or its sequence has changed since it was taken.
+    """A partial state belongs to another context, or its sequence has changed since.
 
     Attributes
     ----------
     seq_id, pos : int or None
-        The sequence that it was to go into, and the last position that it was taken at.
+        The target sequence, and the last position of the state.
     """
 
     def __init__(self, message: str, seq_id: int | None = None, pos: int | None = None) -> None:
@@ -597,9 +594,9 @@ class PartialStateError(StateError):
 
 
 class StateFileError(StateError, OSError):
-    """The system refused to read or write a state's file; ``errno`` and ``filename`` say why."""
+    """The system failed to read or write a state's file; see ``errno`` and ``filename``."""
 
-    # Those of ValueError come first otherwise, and leave errno and filename empty.
+    # ValueError's comes first otherwise, and leaves errno and filename empty.
     __new__ = OSError.__new__  # type: ignore[assignment]
     __init__ = OSError.__init__
 
@@ -611,7 +608,7 @@ class StateFileError(StateError, OSError):
 
 
 class StateFileNotFound(StateFileError, FileNotFoundError):
-    """There is no file of this name."""
+    """A state's file does not exist."""
 
 
 class KvCacheFull(CacheFullError):
@@ -620,9 +617,9 @@ class KvCacheFull(CacheFullError):
     Attributes
     ----------
     capacity : int or None
-        Number of cells of the cache.
+        Capacity in cells.
     batch : int or None
-        Number of tokens that were to be stored.
+        Number of tokens to store.
     """
 
     def __init__(
@@ -634,7 +631,7 @@ class KvCacheFull(CacheFullError):
 
 
 class NotSupported(DetailedError, UnsupportedError):
-    """An array cache of this kind cannot do what was asked; nothing was changed."""
+    """An array cache does not support the operation; nothing was changed."""
 
 
 class NoSlot(DetailedError, CacheFullError):
@@ -647,7 +644,7 @@ class ReprocessInputs(KvCacheError, RuntimeError):
     Attributes
     ----------
     inputs : list
-        What the slot would have held after the shift; evaluate it again from position 0.
+        The slot's inputs after the shift; evaluate them again from position 0.
     """
 
     def __init__(self, inputs: list[Any]) -> None:
@@ -669,13 +666,13 @@ class CacheDTypeError(DetailedError, TypeError):
 class CacheKeyError(DetailedError, KeyError):
     """Nothing is stored under this key."""
 
-    # KeyError shows the repr of its argument, which suits keys and not sentences.
+    # KeyError shows its argument's repr, which does not suit sentences.
     __str__ = Exception.__str__
 
 
 class CacheLayerError(DetailedError, IndexError):
-    """A layer is not one of an array cache's; nothing was changed."""
+    """An array cache has no such layer; nothing was changed."""
 
 
 class CacheOrderError(DetailedError, RuntimeError):
-    """A method of an array cache was called before or after its turn; nothing was changed."""
+    """Methods of an array cache were called out of order; nothing was changed."""

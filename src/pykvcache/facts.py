@@ -1,4 +1,4 @@
-"""What a context is made of, and what llama.cpp measured."""
+"""Read-only facts of a context, and llama.cpp's measurements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ContextFacts", "PerfData"]
 
 @dataclass(frozen=True)
 class PerfData:
-    """What ``llama_perf_context`` counted; times in milliseconds.
+    """Measurements of ``llama_perf_context``; times in milliseconds.
 
     llama.cpp counts a call with one token as generation and any other as prompt.
     """
@@ -27,7 +27,7 @@ class PerfData:
 
 
 class ContextFacts:
-    """The read-only facts of `LlamaContext`, as llama.cpp made them effective."""
+    """Read-only facts of `LlamaContext`: llama.cpp's effective settings."""
 
     _native: lib.Context
     _model: LlamaModel
@@ -46,21 +46,21 @@ class ContextFacts:
 
     @property
     def n_ctx(self) -> int:
-        """Cells over all sequences, as llama.cpp rounded it (``llama_n_ctx``)."""
+        """Number of cells over all sequences, rounded by llama.cpp (``llama_n_ctx``)."""
         return self._native.n_ctx
 
     @property
     def n_ctx_seq(self) -> int:
-        """Cells that one sequence can use (``llama_n_ctx_seq``)."""
+        """Number of cells that one sequence can use (``llama_n_ctx_seq``)."""
         return self._native.n_ctx_seq
 
     @property
     def max_position(self) -> int:
-        """Highest position that a token may have; one past it is a `PositionError`.
+        """Highest position of a token; higher ones raise `PositionError`.
 
-        The lowest of: the end of a learned table of positions; where the angles of this model's
-        RoPE, which are computed in float32, are off by 2**-5 (see docs/positions.md); and
-        2,147,483,615 less the sliding window. Without RoPE or a table only the last one counts.
+        The minimum of: the end of a learned table of positions; the position where the angles of
+        RoPE, computed in float32, are off by 2**-5 (see docs/positions.md); and 2,147,483,615 minus
+        the sliding window. Without RoPE or a table only the last one applies.
         """
         return self._native.max_position
 
@@ -86,7 +86,7 @@ class ContextFacts:
 
     @property
     def flash_attn(self) -> bool:
-        """Whether flash attention is used, after ``"auto"`` was resolved."""
+        """Whether flash attention is used, with ``"auto"`` resolved."""
         return self._native.flash_attn
 
     @property
@@ -116,5 +116,5 @@ class ContextFacts:
 
     @property
     def tokens_evaluated(self) -> int:
-        """Number of tokens that were computed since the context was made."""
+        """Number of tokens evaluated since the context was created."""
         return self._native.tokens_evaluated

@@ -1,4 +1,4 @@
-"""Looking into a context's memory: kind, cells, positions, bytes."""
+"""Inspect a context's memory: kind, cells, positions, bytes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["BufferBytes", "CellTable", "IntrospectionMethods", "MemoryInfo", "Se
 
 @dataclass(frozen=True)
 class MemoryInfo:
-    """What the memory of a context is and can do.
+    """Kind and capabilities of a context's memory.
 
     Attributes
     ----------
     kind
         ``"attention"``, ``"sliding-window"``, ``"recurrent"``, ``"hybrid"``,
-        ``"hybrid-sliding-window"``, ``"none"``, or ``"other"``: a class of llama.cpp of
-        which only whole sequences are handled.
+        ``"hybrid-sliding-window"``, ``"none"``, or ``"other"``: a class of llama.cpp for
+        which only whole sequences are supported.
     class_name
         llama.cpp's C++ class.
     kv_unified
@@ -31,25 +31,25 @@ class MemoryInfo:
     n_streams
         Number of separate pools; 0 without memory.
     n_cells
-        Cells per stream; states of a recurrent memory.
+        Cells per stream; number of states of a recurrent memory.
     n_swa
-        Sliding window in tokens; 0 if there is none.
+        Sliding window in tokens; 0 for none.
     type_k, type_v
         Stored types of keys and values.
     can_shift
-        Whether positions can be moved at all; single calls may still be refused.
+        Whether positions can be shifted in principle; single calls may still be refused.
     can_copy_partial, can_remove_partial
-        Whether a part of a sequence can be copied, or removed.
+        Whether a part of a sequence can be copied or removed.
     max_rollback
-        Tokens that a recurrent state can step back at most: ``n_rs_seq`` of `LlamaContext`.
+        Maximum number of tokens that a recurrent state can be rolled back: ``n_rs_seq``.
     bytes_total
         Bytes of the buffers.
     bytes_per_token
         Bytes of one attention cell over all layers; 0 for recurrent memory, whose
         size does not depend on the length.
     buffer_types
-        Where it lies: ggml's names of the types of its buffers, such as ``"CPU"`` and ``"CUDA0"``.
-        How many bytes in each: `LlamaContext.memory_breakdown`.
+        ggml's names of its buffer types, such as ``"CPU"`` and ``"CUDA0"``. For the bytes in each,
+        see `LlamaContext.memory_breakdown`.
     """
 
     kind: MemoryKind
@@ -70,7 +70,7 @@ class MemoryInfo:
 
 
 class BufferBytes(NamedTuple):
-    """Bytes in buffers of one type: of the model's weights, the context's memory, the graphs."""
+    """Bytes in buffers of one type: model weights, context memory, compute graphs."""
 
     model: int
     context: int
@@ -78,7 +78,7 @@ class BufferBytes(NamedTuple):
 
 
 class SequenceRange(NamedTuple):
-    """Lowest and highest position that a sequence holds, and in how many cells."""
+    """Lowest and highest position of a sequence, and its number of cells."""
 
     pos_min: int
     pos_max: int
@@ -87,16 +87,16 @@ class SequenceRange(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class CellTable:
-    """The used cells of a memory, one row each; a copy.
+    """Copy of the used cells of a memory, one row each.
 
     Attributes
     ----------
     stream, cell
-        Where the cell is; int32, shape (n,).
+        Stream and number of the cell; int32, shape (n,).
     pos
-        Its position; int32, shape (n,).
+        Position; int32, shape (n,).
     members
-        Which sequences hold it; bool, shape (n, n_seq_max).
+        Which sequences have the cell; bool, shape (n, n_seq_max).
     """
 
     stream: npt.NDArray[np.int32]
@@ -113,7 +113,7 @@ class CellTable:
 
 
 class IntrospectionMethods:
-    """What the memory is, and what it holds now."""
+    """The inspecting methods of `LlamaContext`; a base class."""
 
     _native: lib.Context
     _type_k: GgmlType
@@ -124,47 +124,47 @@ class IntrospectionMethods:
         """Kind of memory.
 
         ``"attention"``, ``"sliding-window"``, ``"recurrent"``, ``"hybrid"``,
-        ``"hybrid-sliding-window"``, ``"none"``, or ``"other"``: a class of llama.cpp
-        of which only whole sequences are handled.
+        ``"hybrid-sliding-window"``, ``"none"``, or ``"other"``: a class of llama.cpp for which
+        only whole sequences are supported.
         """
         return self._native.memory_kind
 
     @property
     def memory_info(self) -> MemoryInfo:
-        """What the memory is and can do."""
+        """Kind and capabilities of the memory."""
         facts: dict[str, Any] = self._native.memory_info()
         return MemoryInfo(type_k=self._type_k, type_v=self._type_v, **facts)
 
     def memory_breakdown(self) -> dict[str, BufferBytes]:
-        """Return what model and context take, in bytes (``llama_get_memory_breakdown``).
+        """Return the bytes of model and context by buffer type (``llama_get_memory_breakdown``).
 
         Returns
         -------
         dict of str to BufferBytes
-            By ggml's name of the type of buffer: ``"CPU"``, ``"CPU_Mapped"`` for weights that
-            stay in the file, ``"CUDA0"``.
+            Keys are ggml's names of buffer types: ``"CPU"``, ``"CPU_Mapped"`` for weights in a
+            mapped file, ``"CUDA0"``.
         """
         return {name: BufferBytes(*sizes) for name, *sizes in self._native.memory_breakdown()}
 
     @property
     def n_cells_used(self) -> int:
-        """Number of cells in use over all streams; states of a recurrent memory."""
+        """Number of used cells over all streams; number of states of a recurrent memory."""
         return self._native.n_cells_used
 
     def cells(self, part: MemoryPart | None = None) -> CellTable:
-        """Return every used cell with its position and its sequences.
+        """Return all used cells with their positions and sequences.
 
         Parameters
         ----------
         part
             ``"attention"``, ``"window"`` (the cache of sliding-window layers), ``"recurrent"`` or
-            ``"index"`` (of sparse attention). Default: attention, or recurrent where there is
-            nothing else.
+            ``"index"`` (of sparse attention). Default: attention, or recurrent if there is no
+            attention part.
         """
         return CellTable(*self._native.cells(part))
 
     def sequences(self) -> dict[int, SequenceRange]:
-        """Return the sequences that hold anything, with their ranges."""
+        """Return the non-empty sequences with their ranges."""
         return {s: SequenceRange(*r) for s, r in self._native.sequences().items()}
 
     def kv_cache_seq_pos_max(self, seq_id: SupportsIndex) -> int:
@@ -174,17 +174,17 @@ class IntrospectionMethods:
     def kv_cache_seq_pos_min(self, seq_id: SupportsIndex) -> int:
         """Return the lowest position of a sequence; -1 if empty, unused or out of range.
 
-        On a sliding-window memory: the lowest one that the window still holds.
+        On a sliding-window memory: the lowest one in the window.
         """
         return self._native.seq_pos(seq_id, False)
 
     def can_resume(self, seq_id: SupportsIndex, pos: SupportsIndex) -> bool:
-        """Tell whether a decode at ``pos``, after removing from ``pos`` on, would be right.
+        """Return whether removing from ``pos`` on and decoding at ``pos`` gives the right logits.
 
-        Right means: attention over exactly the cells that are left, which is a fresh run
-        where nothing was removed from the middle, shifted or divided before. Decided by the
-        cells that are really there: a recurrent state can only go on at its end, or with
-        `n_rs_seq` step back over the last decode's tokens; a sliding window must still hold
-        what the query at ``pos`` sees. True at 0 always; an empty sequence can resume at 0 only.
+        Right means attention over exactly the remaining cells, which equals a fresh run unless
+        cells were removed from the middle, shifted or divided before. The existing cells decide:
+        a recurrent state can continue only at its end, or with `n_rs_seq` be rolled back within
+        the last decode's tokens; a sliding window must still have the cells that the query at
+        ``pos`` sees. Always True at 0; an empty sequence can resume at 0 only.
         """
         return self._native.can_resume(seq_id, pos)

@@ -46,13 +46,13 @@ __all__ = ["LLM", "ChatCompletion", "Completion"]
 #: A prompt: text, with the model's special tokens added, or token ids.
 Prompt: TypeAlias = str | TokenInput
 
-#: Messages as chat templates take them: ``role``, ``content`` and what else the template reads.
+#: Messages for chat templates: ``role``, ``content`` and other keys that the template reads.
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 #: Functions in OpenAI's form.
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
-#: Defaults. A cell takes from 2 KiB (tiny models) to 128 KiB (8B), over all layers.
+#: Defaults. A cell takes 2 KiB (tiny models) to 128 KiB (8B) over all layers.
 MOST_CELLS = 32_768
 MOST_RAM_BYTES = 4 << 30
 LEAST_RAM_BYTES = 64 << 20
@@ -60,21 +60,21 @@ LEAST_RAM_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Completion:
-    """One generated text.
+    """A generated text.
 
     Attributes
     ----------
     text
-        The text, without a stop string.
+        The text without a stop string.
     tokens
         Its token ids; int32, shape (n,).
     finish_reason
-        ``"stop"``, ``"length"``, ``"full"`` (the context has no cell left) or ``"aborted"``.
+        ``"stop"``, ``"length"``, ``"full"`` (no free cells in the context) or ``"aborted"``.
     logprobs
-        For each token the log-probabilities of the likeliest tokens and of the chosen one, by
-        token id. Empty unless ``logprobs`` was given.
+        For each token, log probabilities of the likeliest tokens and the chosen one by token id.
+        Empty unless ``logprobs`` was given.
     reuse
-        How many tokens of the prompt came from the prefix cache, and why not more.
+        How many prompt tokens came from the prefix cache, and why not more.
     """
 
     text: str
@@ -85,7 +85,7 @@ class Completion:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Tokens by OpenAI's names, ``prompt_tokens_details.cached_tokens`` included."""
+        """Token counts in OpenAI's form, including ``prompt_tokens_details.cached_tokens``."""
         return usage_of(self.reuse, len(self.tokens))
 
 
@@ -96,9 +96,9 @@ class ChatCompletion:
     Attributes
     ----------
     message
-        Content, reasoning and tool calls; ``message.to_dict()`` goes into the next turn.
+        Content, reasoning and tool calls; use ``message.to_dict()`` in the next turn.
     completion
-        The generation behind it: tokens, ``finish_reason``, ``reuse``.
+        The generation: tokens, ``finish_reason``, ``reuse``.
     """
 
     message: ChatMessage
@@ -106,61 +106,61 @@ class ChatCompletion:
 
     @property
     def content(self) -> str:
-        """What the assistant says."""
+        """The content of the message."""
         return self.message.content
 
     @property
     def reasoning(self) -> str:
-        """What the model thought before; empty if nothing."""
+        """The model's reasoning; empty if none."""
         return self.message.reasoning
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
-        """The tools that it calls, with arguments that fit their schemas."""
+        """Tool calls, with arguments that match their schemas."""
         return self.message.tool_calls
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Tokens by OpenAI's names."""
+        """Token counts in OpenAI's form."""
         return self.completion.usage
 
 
 class LLM(Closing):
-    """A model that generates, chats and embeds, and evaluates no prefix twice.
+    """A model that generates, chats and embeds, and never evaluates a prefix twice.
 
-    The parts stay reachable: `model`, `context`, `cache` and `generator`. Any number of threads
-    and tasks may call; what they ask for is generated together, one decode per step.
+    Its parts are `model`, `context`, `cache` and `generator`. Any number of threads and tasks may
+    call; their requests are generated together, one decode per step.
 
     Parameters
     ----------
     model
-        Path of a GGUF file, or a `LlamaModel`, which is then not closed with this object.
+        Path of a GGUF file, or a `LlamaModel`, which is not closed with this object.
     cache
-        Where evaluated prefixes survive this process: a folder, an address such as
-        ``"redis://host"``, a store, or a list of them, the nearest first. Default: memory alone.
+        Where evaluated prefixes are stored beyond this process: a folder, an address such as
+        ``"redis://host"``, a store, or a list of them, nearest first. Default: memory only.
     n_ctx
-        Cells of the context, over all sequences. Default: `n_parallel` times the model's trained
-        length, at most 32,768, and at most a quarter of the machine's free memory.
+        Number of cells over all sequences. Default: `n_parallel` times the model's trained length,
+        at most 32,768, and at most a quarter of the machine's free memory.
     n_parallel
-        Sequences that are generated at once.
+        Number of sequences generated at once.
     ram_bytes
         Bytes of memory for the prefix cache. Default: an eighth of the machine's free memory,
         within 64 MiB and 4 GiB.
     namespace
-        Whose prefixes to share; namespaces never share anything.
+        Namespace of the prefixes; namespaces share nothing.
     secret
-        At least 16 bytes: blocks outside this process are encrypted (``pykvcache[crypto]``).
+        At least 16 bytes; encrypts blocks outside this process (``pykvcache[crypto]``).
     tier_seconds
-        How long a request waits for `cache` at most. Default: a tenth of what evaluating takes.
+        Longest wait of a request for `cache`. Default: a tenth of the evaluation time.
     **options
-        What else `LlamaContext` takes, such as ``type_k="q8_0"``, ``n_threads=4``.
+        Other parameters of `LlamaContext`, such as ``type_k="q8_0"``, ``n_threads=4``.
 
     Raises
     ------
     ModelLoadError, ContextCreateError
-        The file is no model, or the context does not fit.
+        The file is not a model, or the context does not fit.
     ArgumentError, TypeError
-        A parameter is wrong.
+        A parameter is invalid.
 
     Examples
     --------
@@ -191,7 +191,7 @@ class LLM(Closing):
             model if isinstance(model, LlamaModel) else LlamaModel(os.path.expanduser(model))
         )
         self._embedder: LlamaContext | None = None
-        self._embedding = threading.Lock()  # one batch at a time: its rows are read after it
+        self._embedding = threading.Lock()  # one batch at a time: its rows are read afterwards
         try:
             free = free_memory()
             if n_ctx is None:
@@ -216,7 +216,7 @@ class LLM(Closing):
             self._close_model()
             raise
 
-    # The parts ----------------------------------------------------------------------------------
+    # Parts --------------------------------------------------------------------------------------
 
     @property
     def model(self) -> LlamaModel:
@@ -225,7 +225,7 @@ class LLM(Closing):
 
     @property
     def context(self) -> LlamaContext:
-        """The context that generates."""
+        """The context for generation."""
         return self._ctx
 
     @property
@@ -235,7 +235,7 @@ class LLM(Closing):
 
     @property
     def generator(self) -> BatchGenerator:
-        """What generates for all callers together."""
+        """The generator that serves all callers."""
         return self._generator
 
     # Text ---------------------------------------------------------------------------------------
@@ -303,29 +303,29 @@ class LLM(Closing):
         logprobs: SupportsIndex = 0,
         progress: bool | None = None,
     ) -> Any:
-        """Generate a text for each prompt, all of them together.
+        """Generate a text for each prompt, all together.
 
         Parameters
         ----------
         prompts
             A text, or a list of texts and token ids.
         n
-            Samples per prompt; they share the evaluation of the prompt.
+            Samples per prompt, which share its evaluation.
         max_tokens
-            Tokens to generate at most; None: until it ends, or the context is full.
+            Maximum number of new tokens; None: until the text ends or the context is full.
         sampler
             Copied for each sample. Default: greedy.
         stop
             Strings and token ids that end a text.
         logprobs
-            How many of the likeliest tokens to give log-probabilities of.
+            Number of likeliest tokens whose log probabilities are returned.
         progress
-            Show a progress bar. Default: on a terminal, where rich is installed.
+            Show a progress bar. Default: on a terminal, if rich is installed.
 
         Returns
         -------
         Completion
-            For one text; a list for a list of prompts; lists of `n` where `n` is above 1.
+            One object for a text, a list for a list of prompts; lists of `n` if `n` is above 1.
         """
         is_one = isinstance(prompts, str)
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -357,14 +357,14 @@ class LLM(Closing):
     # Chat ---------------------------------------------------------------------------------------
 
     def chat_tokens(self, messages: Messages, **template: Any) -> npt.NDArray[np.int32]:
-        """Return the tokens of a chat, up to where the assistant's answer begins.
+        """Return the tokens of a chat up to the start of the assistant's answer.
 
         Parameters
         ----------
         messages
             The conversation so far.
         **template
-            As for `LlamaModel.apply_chat_template`: ``tools``, ``template``, and variables.
+            As in `LlamaModel.apply_chat_template`: ``tools``, ``template``, and variables.
         """
         text = self._model.apply_chat_template(messages, **template)
         return self._model.tokenize(text, add_special=False, parse_special=True)
@@ -388,22 +388,22 @@ class LLM(Closing):
         messages
             The conversation so far, in OpenAI's form.
         tools, tool_choice
-            As for `LlamaModel.chat_format`.
+            As in `LlamaModel.chat_format`.
         json_schema
             Schema of the content.
         max_tokens
-            Tokens to generate at most; None: until it ends, or the context is full.
+            Maximum number of new tokens; None: until the text ends or the context is full.
         sampler
             Copied. Default: greedy.
         stop
             Strings and token ids that end the answer.
         **template
-            As for `LlamaModel.apply_chat_template`.
+            As in `LlamaModel.apply_chat_template`.
 
         Raises
         ------
         ChatParseError
-            What the model wrote is no message of its format; ``text`` has it.
+            The model's output is not a message of its format; it is in ``text``.
         """
         form, handle, written = self._submit_chat(
             messages, tools, tool_choice, json_schema, max_tokens, sampler, stop, template
@@ -425,7 +425,7 @@ class LLM(Closing):
         stop: StopInput = (),
         **template: Any,
     ) -> AsyncIterator[str]:
-        """Yield the content of the assistant's answer as it comes; parameters as for `chat`.
+        """Yield the content of the assistant's answer as it is generated; parameters as in `chat`.
 
         Leaving the loop ends the generation.
         """
@@ -453,7 +453,7 @@ class LLM(Closing):
         stop: StopInput,
         template: dict[str, Any],
     ) -> tuple[ChatFormat, GenerationHandle, TextStream]:
-        """Ask for an answer; return its format, the request, and what turns its tokens to text."""
+        """Submit a chat; return its format, the request, and the decoder of its tokens."""
         shown = None if tool_choice == "none" else tools
         tokens = self.chat_tokens(messages, tools=shown, **template)
         form = self._model.chat_format(
@@ -468,7 +468,7 @@ class LLM(Closing):
         return form, handle, TextStream([one for one in stops if isinstance(one, str)])
 
     def _piece(self, written: TextStream, token: int) -> str:
-        """Return what a token adds to the text, special tokens written out."""
+        """Return the text that a token adds, with special tokens written out."""
         return written.feed(self._model.token_to_piece(token, special=True))
 
     # Embeddings ---------------------------------------------------------------------------------
@@ -476,18 +476,18 @@ class LLM(Closing):
     def embed(self, texts: str | Sequence[Prompt]) -> npt.NDArray[np.float32]:
         """Return embeddings of unit length; float32, shape (n, n_embd).
 
-        The model's own pooling; the mean over the tokens where it has none. The first call makes
-        a context of its own.
+        Uses the model's pooling, or the mean over the tokens if it has none. The first call
+        creates a separate context.
 
         Parameters
         ----------
         texts
-            A text, which gives one row, or a list of texts and token ids.
+            A text (one row), or a list of texts and token ids.
 
         Raises
         ------
         ArgumentError
-            A text has no tokens, or more than the context of the embeddings.
+            A text has no tokens, or more than the context for embeddings.
         """
         ctx = self._embedding_context()
         given = [texts] if isinstance(texts, str) else list(texts)
@@ -543,7 +543,7 @@ class LLM(Closing):
             self._embedder = ctx
         return self._embedder
 
-    # As llama-cpp-python has it -----------------------------------------------------------------
+    # As in llama-cpp-python ---------------------------------------------------------------------
 
     def create_completion(
         self,
@@ -561,11 +561,11 @@ class LLM(Closing):
         Parameters
         ----------
         prompt, max_tokens, stop, logprobs
-            As for `generate`.
+            As in `generate`.
         echo
-            Begin the text with the prompt.
+            Whether the text begins with the prompt.
         stream
-            Yield chunks as the text comes.
+            Yield chunks as the text is generated.
         **sampling
             As for `Sampler`: ``temperature``, ``top_p``, ``seed``...
         """
@@ -590,7 +590,7 @@ class LLM(Closing):
         return {**start, "choices": [made], "usage": found.usage}
 
     def __call__(self, prompt: Prompt, **options: Any) -> dict[str, Any] | Iterator[dict[str, Any]]:
-        """Do what `create_completion` does, by the name that users of llama-cpp-python know."""
+        """Call `create_completion`, as in llama-cpp-python."""
         return self.create_completion(prompt, **options)
 
     @staticmethod
@@ -629,13 +629,13 @@ class LLM(Closing):
         Parameters
         ----------
         messages, tools, tool_choice, max_tokens, stop
-            As for `chat`.
+            As in `chat`.
         response_format
-            ``{"type": "json_object"}``, with a ``schema`` if wanted, or OpenAI's ``json_schema``.
+            ``{"type": "json_object"}``, optionally with a ``schema``, or OpenAI's ``json_schema``.
         stream
-            Yield chunks as the answer comes.
+            Yield chunks as the answer is generated.
         template
-            Another chat template than the model's own.
+            A chat template in place of the model's.
         **sampling
             As for `Sampler`: ``temperature``, ``top_p``, ``seed``...
         """
@@ -691,10 +691,10 @@ class LLM(Closing):
         usage = {"prompt_tokens": n, "total_tokens": n}
         return {"object": "list", "model": name, "data": data, "usage": usage}
 
-    # Life ---------------------------------------------------------------------------------------
+    # Lifetime -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Write what the tiers do not have yet, and free everything; twice does nothing."""
+        """Write pending blocks to the tiers, and free everything. Idempotent."""
         self._generator.close()
         self._cache.close()
         self._ctx.close()
@@ -725,7 +725,7 @@ def _completion(handle: GenerationHandle) -> Completion:
 
 @contextlib.contextmanager
 def _aborting(handle: GenerationHandle) -> Iterator[None]:
-    """Abort a request that is left before its end."""
+    """Abort a request if the loop over it is left early."""
     try:
         yield
     finally:
@@ -734,7 +734,7 @@ def _aborting(handle: GenerationHandle) -> Iterator[None]:
 
 
 def _groups(lengths: list[int], most_tokens: int, most_texts: int) -> Iterator[list[int]]:
-    """Yield indices of texts that fit one decode together, in order."""
+    """Yield groups of consecutive texts that fit one decode."""
     group: list[int] = []
     n = 0
     for i, length in enumerate(lengths):
@@ -758,9 +758,9 @@ def as_tiers(cache: Any) -> list[Any]:
 def default_cells(
     model: LlamaModel, n_parallel: int, most_bytes: int, options: dict[str, Any]
 ) -> int:
-    """Return how many cells a context gets where the caller does not say."""
+    """Return the default number of cells of a context."""
     wanted = min(model.n_ctx_train * n_parallel, MOST_CELLS)
-    # A context of one cell tells how large a cell is, and computes nothing.
+    # A small context is enough to learn the size of a cell.
     types = {name: options[name] for name in ("type_k", "type_v", "devices") if name in options}
     with LlamaContext(model, n_ctx=256, n_batch=1, n_ubatch=1, n_seq_max=1, **types) as ctx:
         cell = ctx.memory_info.bytes_per_token
@@ -769,13 +769,13 @@ def default_cells(
 
 
 def free_memory() -> int:
-    """Return how many bytes of memory this process may still take."""
+    """Return the bytes of memory that this process may still allocate."""
     free = 8 << 30
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):
                 free = 1024 * int(line.split()[1])
-    with contextlib.suppress(OSError, ValueError):  # a container's limit ("max" where it has none)
+    with contextlib.suppress(OSError, ValueError):  # a container's limit ("max" for none)
         folder = Path("/sys/fs/cgroup")
         limit = int((folder / "memory.max").read_text(encoding="ascii"))
         free = min(free, limit - int((folder / "memory.current").read_text(encoding="ascii")))

@@ -1,4 +1,4 @@
-"""Control over a context's memory: the methods that fork, rewind, shift and clear."""
+"""The methods of a context that change its memory: fork, rewind, shift and clear."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ __all__ = ["KvCacheMethods"]
 
 
 class KvCacheMethods:
-    """The memory methods of `LlamaContext`; not made by itself.
+    """The memory methods of `LlamaContext`; a base class.
 
-    A sequence holds (token, position) pairs. After every method that succeeds, the
-    next logits are those of attention over exactly the cells that the sequence holds.
-    What a memory cannot do is refused before llama.cpp is called, with nothing changed.
+    A sequence holds (token, position) pairs. After a successful call the next logits are
+    those of attention over exactly the cells of the sequence. Operations that a memory does
+    not support are refused before llama.cpp is called, with nothing changed.
 
-    A range ``[p0, p1)`` selects the cells that the sequence holds there, as slices do: ends
-    beyond them select no more, equal ends nothing, ``None`` leaves an end open. One that runs
-    backwards is a `PositionError`, as negative positions are.
+    A range ``[p0, p1)`` selects cells like a slice: ends may lie beyond the sequence, equal ends
+    select nothing, ``None`` is an open end. Reversed ranges and negative positions raise
+    `PositionError`.
     """
 
     _native: lib.Context
 
     def copy_cache(self, src: SupportsIndex, dest: SupportsIndex, size: SupportsIndex) -> None:
-        """Make ``dest`` hold the positions ``[0, size)`` of ``src``.
+        """Replace ``dest`` by the positions ``[0, size)`` of ``src``.
 
-        The same as ``copy_kv_cache_seq(src, dest, 0, size)``: a size of 0 empties ``dest``.
+        Equals ``copy_kv_cache_seq(src, dest, 0, size)``; a size of 0 empties ``dest``.
         """
         self._native.copy_cache(src, dest, size)
 
@@ -37,44 +37,43 @@ class KvCacheMethods:
         p0: SupportsIndex | None = None,
         p1: SupportsIndex | None = None,
     ) -> None:
-        """Make ``dest`` hold what ``src`` holds in ``[p0, p1)`` (``llama_memory_seq_cp``).
+        """Replace ``dest`` by the positions ``[p0, p1)`` of ``src`` (``llama_memory_seq_cp``).
 
-        What ``dest`` held before is removed. With ``kv_unified=True`` the cells are
-        shared, and the copy costs no memory; otherwise the data is copied at the next
-        decode or `kv_cache_update`. Where ``src`` holds nothing in that range, ``dest`` is
-        empty afterwards. A copy to itself does nothing.
+        With ``kv_unified=True`` the cells are shared and the copy costs no memory; otherwise
+        the data is copied at the next decode or `kv_cache_update`. If the range is empty,
+        ``dest`` is empty afterwards. A copy to itself does nothing.
 
         Parameters
         ----------
         src, dest
             Sequence ids.
         p0, p1
-            Half-open range of positions; ``None`` leaves that end open.
+            Half-open range of positions; ``None`` is an open end.
 
         Raises
         ------
         SeqIdTooLarge, P0TooLarge, P1TooLarge
             A value does not fit an int32.
         SequenceIdError, PositionError
-            A value is out of range, or the range runs backwards.
+            A value is out of range, or the range is reversed.
         UnsupportedOperation
-            This memory cannot copy a part: recurrent and hybrid memory, streams, a
-            sliding window that has dropped cells of that part.
+            This memory cannot copy a part: recurrent and hybrid memory, streams, or a sliding
+            window that has dropped cells of that part.
         """
         self._native.seq_cp(src, dest, p0, p1, "copy_kv_cache_seq")
 
     def copy_prefix(self, src: SupportsIndex, dest: SupportsIndex, n: SupportsIndex) -> None:
-        """Make ``dest`` hold the positions below ``n`` of ``src``, and nothing else.
+        """Replace ``dest`` by the positions below ``n`` of ``src``.
 
-        To itself it keeps the prefix. An ``n`` of 0 empties ``dest``, one beyond what ``src``
-        holds copies all of it.
+        A copy to itself keeps the prefix. An ``n`` of 0 empties ``dest``; an ``n`` beyond the end
+        of ``src`` copies all of it.
 
         Raises
         ------
         SequenceIdError, PositionError, SeqIdTooLarge, P1TooLarge
             A value is out of range.
         UnsupportedOperation
-            As for `copy_kv_cache_seq`.
+            As in `copy_kv_cache_seq`.
         """
         self._native.copy_prefix(src, dest, n)
 
@@ -91,47 +90,46 @@ class KvCacheMethods:
         src
             Sequence id; ``None`` for all sequences.
         p0, p1
-            Half-open range of positions; ``None`` leaves that end open.
+            Half-open range of positions; ``None`` is an open end.
 
         Returns
         -------
         bool
-            ``False``, with nothing changed, where this memory cannot remove a part:
-            recurrent and hybrid memory (but for the last tokens, with `n_rs_seq`), and a sliding
-            window that has dropped what would be seen afterwards. Removing all that a
-            sequence holds always succeeds; `get_partial_state` and `set_partial_state` rewind
-            those memories.
+            ``False``, with nothing changed, if this memory cannot remove the part: recurrent and
+            hybrid memory (except the last tokens, with `n_rs_seq`), or a sliding window that has
+            dropped cells which the next token would see. Removing a whole sequence always
+            succeeds. `get_partial_state` and `set_partial_state` rewind these memories.
 
         Raises
         ------
         SeqIdTooLarge, P0TooLarge, P1TooLarge
-            A value does not fit an int32; no removal is attempted.
+            A value does not fit an int32; nothing is removed.
         SequenceIdError, PositionError
-            A value is out of range, or the range runs backwards.
+            A value is out of range, or the range is reversed.
         """
         return self._native.seq_rm(src, p0, p1)
 
     def remove(
         self, seq_id: SupportsIndex, p0: SupportsIndex | None, p1: SupportsIndex | None = None
     ) -> None:
-        """Remove the positions ``[p0, p1)`` and move what follows down to close the gap.
+        """Remove the positions ``[p0, p1)`` and shift later ones to close the gap.
 
-        All or nothing. Beyond what the sequence holds there is nothing to remove or to move.
+        All or nothing.
 
         Parameters
         ----------
         seq_id
             Sequence id.
         p0, p1
-            Half-open range of positions; ``None`` leaves that end open.
+            Half-open range of positions; ``None`` is an open end.
 
         Raises
         ------
         SequenceIdError, PositionError, SeqIdTooLarge, P0TooLarge, P1TooLarge
-            A value is out of range, or the range runs backwards.
+            A value is out of range, or the range is reversed.
         UnsupportedOperation
-            The memory cannot remove that part, or what follows cannot be moved:
-            shared with another sequence, M-RoPE, recurrent state, dropped window cells.
+            The memory cannot remove that part, or later cells cannot be shifted: shared with
+            another sequence, M-RoPE, recurrent state, or dropped window cells.
         """
         self._native.remove(seq_id, p0, p1)
 
@@ -162,12 +160,12 @@ class KvCacheMethods:
         SequenceIdError
             The sequence id is out of range.
         PositionError
-            A position would become negative, larger than `max_position`, or one that is
-            held already; or the range runs backwards.
+            A position would become negative, exceed `max_position` or collide with another one;
+            or the range is reversed.
         UnsupportedOperation
-            M-RoPE, architectures and types whose keys cannot be rotated again, cells
-            that another sequence shares, windows that dropped cells, and a part of a
-            recurrent or hybrid sequence.
+            M-RoPE, architectures and types whose keys cannot be rotated again, cells shared with
+            another sequence, windows that have dropped cells, and parts of recurrent or hybrid
+            sequences.
         """
         self._native.seq_add(seq_id, p0, p1, delta)
 
@@ -180,14 +178,13 @@ class KvCacheMethods:
     ) -> None:
         """Divide the positions in ``[p0, p1)`` by ``d``, an integer in [1, 255].
 
-        Several cells may then share a position. ``llama_memory_seq_div`` rotates keys
-        the wrong way; here each cell gets the shift that it moved by. Raises as
-        `kv_cache_seq_add`.
+        Several cells may then share a position. ``llama_memory_seq_div`` rotates keys the wrong
+        way; here each key is rotated by its cell's own shift. Raises like `kv_cache_seq_add`.
         """
         self._native.seq_div(seq_id, p0, p1, d)
 
     def kv_cache_can_shift(self) -> bool:
-        """Tell whether `kv_cache_seq_add` can be done on this memory at all."""
+        """Return whether this memory supports `kv_cache_seq_add` at all."""
         return self._native.can_shift()
 
     def kv_cache_update(self) -> None:
@@ -195,21 +192,21 @@ class KvCacheMethods:
         self._native.update()
 
     def kv_cache_compact(self) -> int:
-        """Move cells down to the lowest free ones, so that decodes look at fewer cells.
+        """Move used cells to the lowest free places, so that decodes attend to fewer cells.
 
-        llama.cpp attends over all cells up to the highest used one, in whichever sequence: a
-        sequence in high cells is as slow as a full cache, also when the others are gone.
-        Nothing is computed, and nothing changes but speed: positions, forks, logits and partial
-        states stay what they are. Shifts and copies that are pending are applied first.
+        llama.cpp attends to all cells up to the highest used one of any sequence, so a sequence in
+        high cells is as slow as a full cache, even if it is the only one. Only speed changes:
+        positions, forks, logits and partial states stay the same. Pending shifts and copies are
+        applied first.
 
         Returns
         -------
         int
-            Number of cells that moved, over all parts of the memory.
+            Number of moved cells over all parts of the memory.
 
         Raises
         ------
         UnsupportedOperation
-            The model keeps no memory, or one whose cells must stay in their order.
+            The model has no memory, or one whose cells must keep their order.
         """
         return self._native.compact()

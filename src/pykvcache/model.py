@@ -1,4 +1,4 @@
-"""A loaded GGUF model."""
+"""LlamaModel: a loaded GGUF model."""
 
 from __future__ import annotations
 
@@ -39,38 +39,37 @@ _SPLIT_MODES = {m.name.lower(): m for m in SplitMode}
 class LlamaModel(ModelFacts, Closing):
     """Weights and vocabulary of a GGUF file (``llama_model_load_from_file``).
 
-    A model is read-only: any number of contexts and threads may share it. It lives
-    until it is closed (or collected) *and* the last context made from it is closed.
+    A model is read-only; any number of contexts and threads may share it. It is freed when it
+    is closed (or collected) *and* its last context is closed.
 
     Parameters
     ----------
     path
-        The file; of a split model the first part.
+        The file; for a split model its first part.
     n_gpu_layers
-        Layers to keep in GPU memory; negative means all. Where there is no GPU, or none in the
-        build, it has no effect, and a `UserWarning` says so. Default: none, and with `rpc` all.
+        Layers to keep in GPU memory; negative means all. Without a GPU, or without GPU support in
+        the build, it only causes a `UserWarning`. Default: none; with `rpc` all.
     load_mode
-        ``"auto"``, ``"none"``, ``"mmap"``, ``"mlock"``, ``"mmap_mlock"`` or ``"direct_io"``. A
-        mapped file, the default, must not be overwritten in place: rename another one over it.
+        ``"auto"``, ``"none"``, ``"mmap"``, ``"mlock"``, ``"mmap_mlock"`` or ``"direct_io"``. Files
+        are mapped by default. Do not overwrite a mapped file in place; rename a new one over it.
     devices
-        Names of the devices that share these layers, out of `pykvcache.devices`; empty for the CPU
-        alone. Default: all GPUs, or the integrated ones.
+        Names of the devices that share these layers, from `pykvcache.devices`; empty for only the
+        CPU. Default: all GPUs, or the integrated ones.
     split_mode
-        How they share: ``"layer"``, ``"row"``, ``"tensor"``, or ``"none"`` for one of them alone.
+        How they share: ``"layer"``, ``"row"``, ``"tensor"``, or ``"none"`` for one device.
     main_gpu
-        With ``"none"``: which of them, counted from 0.
+        With ``"none"``: index of the device, from 0.
     tensor_split
-        Share of each of `devices`, in any unit; with `rpc` those of the servers come first.
-        Default: by their free memory.
+        Share of each of `devices`, in any unit; with `rpc` the servers' devices come first.
+        Default: by free memory.
     rpc
-        Servers that take layers, and these layers' cells, too: ``["host:port", ...]``, each a
-        ``pykvcache rpc-server``. Builds for Windows have no RPC. The connection is neither
-        encrypted nor authenticated.
+        Servers that take layers and their cells: ``["host:port", ...]``, each a ``pykvcache
+        rpc-server``. Not available on Windows. Connections are neither encrypted nor authenticated.
     rpc_timeout
-        Seconds without an answer after which a server is lost. The longest decode of `n_batch`
-        tokens must be shorter.
+        Seconds without a reply after which a server is lost. Must exceed the longest decode of
+        `n_batch` tokens.
     vocab_only
-        Load the vocabulary and no weights: tokenizing works, contexts cannot be made.
+        Load only the vocabulary: tokenizing works, contexts cannot be created.
     check_tensors
         Let llama.cpp validate the tensor data while loading.
     use_extra_bufts
@@ -81,11 +80,11 @@ class LlamaModel(ModelFacts, Closing):
     Raises
     ------
     ModelLoadError
-        The file is missing, unreadable, damaged, not a GGUF, or the load was cancelled.
+        The file is missing, unreadable, damaged or not a GGUF, or the load was cancelled.
     ValueError
-        A device that does not exist or takes no layers, or shares that are not positive numbers.
+        A device does not exist or takes no layers, or shares are not positive numbers.
     DeviceLost
-        An RPC server cannot be reached, or failed while the model was loaded.
+        An RPC server is unreachable, or failed during the load.
     UnsupportedOperation
         `rpc` in a build without it.
 
@@ -163,20 +162,20 @@ class LlamaModel(ModelFacts, Closing):
 
     @property
     def path(self) -> str:
-        """The path the model was loaded from."""
+        """Path of the model's file."""
         return self._path
 
     @property
     def fingerprint(self) -> str:
-        """What tells this model from every other: a SHA-256 in hexadecimal.
+        """SHA-256 in hexadecimal that identifies this model.
 
-        Over the file's metadata, its table of tensors and samples of every tensor's data, so
-        that another quantisation or a fine-tune differs. Read from the file at first use.
+        Covers the file's metadata, tensor table and samples of every tensor's data, so that another
+        quantisation or a fine-tune differs. Computed from the file at first use.
 
         Raises
         ------
         ModelLoadError
-            The file is gone, or was changed since it was loaded.
+            The file was removed, or changed since it was loaded.
         """
         return self._digest
 
@@ -189,24 +188,24 @@ class LlamaModel(ModelFacts, Closing):
     def load_adapter(self, path: str | os.PathLike[str]) -> LoraAdapter:
         """Load a LoRA adapter of this model (``llama_adapter_lora_init``).
 
-        Decodes of this model's contexts wait until it is loaded.
+        Decodes of this model's contexts wait for the load.
 
         Parameters
         ----------
         path
-            A GGUF file, as llama.cpp's ``convert_lora_to_gguf.py`` writes it.
+            A GGUF file of llama.cpp's ``convert_lora_to_gguf.py``.
 
         Raises
         ------
         ModelLoadError
-            The file is missing, damaged, no adapter, or one of another model.
+            The file is missing, damaged, not an adapter, or for another model.
         UnsupportedOperation
-            The model has no weights, or lies on RPC servers.
+            The model has no weights, or has layers on RPC servers.
         """
         return LoraAdapter(self, path)
 
     def load_control_vector(self, path: str | os.PathLike[str]) -> ControlVector:
-        """Load a control vector of this model, as llama.cpp's ``cvector-generator`` writes it.
+        """Load a control vector of this model, from llama.cpp's ``cvector-generator``.
 
         Parameters
         ----------
@@ -216,7 +215,7 @@ class LlamaModel(ModelFacts, Closing):
         Raises
         ------
         ModelLoadError
-            The file is missing, damaged, or of another model.
+            The file is missing, damaged, or for another model.
         """
         self._native.adds_special()  # raises ClosedError
         name = as_path(path)
@@ -252,7 +251,7 @@ class LlamaModel(ModelFacts, Closing):
 
     @property
     def token_sep(self) -> int | None:
-        """Separator of sentences."""
+        """Separator."""
         return self._special(3)
 
     @property
@@ -272,21 +271,21 @@ class LlamaModel(ModelFacts, Closing):
 
     @property
     def token_decoder_start(self) -> int | None:
-        """Token that an encoder-decoder model's decoder starts with."""
+        """First token of an encoder-decoder model's decoder."""
         return self._special(7)
 
     @property
     def add_bos(self) -> bool:
-        """Whether ``tokenize(add_special=True)`` puts a BOS in front."""
+        """Whether ``tokenize(add_special=True)`` adds a BOS."""
         return self._native.adds_special()[0]
 
     @property
     def add_eos(self) -> bool:
-        """Whether ``tokenize(add_special=True)`` puts an EOS at the end."""
+        """Whether ``tokenize(add_special=True)`` adds an EOS."""
         return self._native.adds_special()[1]
 
     def is_eog(self, token: SupportsIndex) -> bool:
-        """Tell whether a token ends generation (EOS, EOT, ...)."""
+        """Return whether a token ends generation (EOS, EOT, ...)."""
         return self._native.is_eog(token)
 
     # Text ------------------------------------------------------------------------------
@@ -294,16 +293,16 @@ class LlamaModel(ModelFacts, Closing):
     def tokenize(
         self, text: str | bytes, *, add_special: bool = True, parse_special: bool = False
     ) -> IntArray:
-        """Convert text of any length to tokens (``llama_tokenize``); safe from several threads.
+        """Convert text of any length to tokens (``llama_tokenize``); thread-safe.
 
         Parameters
         ----------
         text
             Text, or UTF-8 bytes.
         add_special
-            Put BOS/EOS where the model wants them.
+            Add BOS and EOS as the model requires.
         parse_special
-            Read special tokens such as ``</s>`` in the text as tokens.
+            Parse special tokens such as ``</s>`` in the text.
 
         Returns
         -------
@@ -312,7 +311,7 @@ class LlamaModel(ModelFacts, Closing):
         Raises
         ------
         UnsupportedOperation
-            If the vocabulary is missing, or lacks a token that the text or `add_special` needs.
+            The vocabulary is missing, or lacks a token that the text or `add_special` needs.
         """
         if isinstance(text, str):
             text = text.encode("utf-8", "surrogatepass")
@@ -330,12 +329,12 @@ class LlamaModel(ModelFacts, Closing):
         tokens
             Token ids.
         special
-            Write special tokens out instead of leaving them away.
+            Write special tokens out instead of omitting them.
 
         Returns
         -------
         str
-            Bytes that are not UTF-8 (a character cut in two) become U+FFFD.
+            Invalid UTF-8, such as half a character, becomes U+FFFD.
         """
         special = as_bool(special, "special")
         flags = (not special, special, TEXT_BYTES_MAX)
@@ -357,34 +356,34 @@ class LlamaModel(ModelFacts, Closing):
     ) -> str:
         """Render messages with the model's chat template (needs ``pykvcache[chat]``).
 
-        The text is the one that transformers' ``apply_chat_template`` gives: tokenize it with
-        ``add_special=False, parse_special=True``. A template comes with a downloaded file, so it
-        runs in Jinja2's sandbox, on copies. The sandbox does not bound its time and memory.
+        The text equals that of transformers' ``apply_chat_template``; tokenize it with
+        ``add_special=False, parse_special=True``. Templates come with downloaded files, so they
+        run in Jinja2's sandbox, on copies. The sandbox does not limit time and memory.
 
         Parameters
         ----------
         messages
-            Mappings with ``role`` and ``content`` or ``tool_calls``, and what else the template
-            reads, such as ``reasoning_content``: texts, numbers, lists, mappings. Keys whose value
-            is None count as missing.
+            Mappings with ``role`` and ``content`` or ``tool_calls``, and other keys that the
+            template reads, such as ``reasoning_content``: texts, numbers, lists, mappings. Keys
+            with the value None count as missing.
         tools, documents
             JSON schemas of functions; mappings with ``title`` and ``text``.
         add_generation_prompt
             End with the start of an assistant message.
         template
-            Another Jinja template than the model's own.
+            A Jinja template in place of the model's.
         **variables
-            What else the template reads, such as ``enable_thinking=False``.
+            Other variables that the template reads, such as ``enable_thinking=False``.
 
         Raises
         ------
         ChatTemplateError
-            A ValueError: the template refused the messages, or failed.
+            The template refused the messages, or failed (a ValueError).
         ArgumentError
-            A ValueError: a message has no ``role``, or neither ``content`` nor ``tool_calls``; or
-            there is no template.
+            A message has no ``role``, or neither ``content`` nor ``tool_calls``; or the model has
+            no template (a ValueError).
         TypeError
-            Something given is not plain data, or a ``role`` is not text.
+            An argument is not plain data, or a ``role`` is not text.
         ImportError
             Jinja2 is missing.
         """
@@ -405,7 +404,7 @@ class LlamaModel(ModelFacts, Closing):
 
     @cached_property
     def _end_texts(self) -> tuple[str, ...]:
-        """The texts of the tokens that end generation, longest first."""
+        """Return the texts of end-of-generation tokens, longest first."""
         native = self._native
         ends = (t for t in range(native.n_vocab) if native.is_eog(t))
         texts = {native.token_to_piece(t, True).decode("utf-8", "replace") for t in ends}
@@ -422,10 +421,10 @@ class LlamaModel(ModelFacts, Closing):
         template: str | None = None,
         **variables: Any,
     ) -> ChatFormat:
-        """Find out how the model writes its answers (needs ``pykvcache[chat]``).
+        """Return the format of the model's answers (needs ``pykvcache[chat]``).
 
-        Give it what `apply_chat_template` gets. The format parses what the model writes, and
-        ``Sampler(chat_format=...)`` holds the model to it.
+        Pass the same arguments as to `apply_chat_template`. The format parses the model's output,
+        and ``Sampler(chat_format=...)`` enforces it.
 
         Parameters
         ----------
@@ -433,31 +432,31 @@ class LlamaModel(ModelFacts, Closing):
             Functions as ``{"type": "function", "function": {"name", "description",
             "parameters"}}``; the parameters are a JSON schema.
         tool_choice
-            ``"auto"``: the model decides, and a call that it begins follows the tool's schema.
-            ``"required"``: it calls a tool. ``"none"``: it calls none. ``{"type": "function",
-            "function": {"name": ...}}``: it calls this one.
+            ``"auto"``: the model decides, and its calls follow the tools' schemas. ``"required"``:
+            it calls a tool. ``"none"``: it calls none. ``{"type": "function", "function":
+            {"name": ...}}``: it calls this one.
         parallel_tool_calls
-            Whether an answer may hold several calls.
+            Whether an answer may have several calls.
         json_schema
-            Schema of the content, for answers without tools. The model may reason before it.
+            Schema of the content, for answers without tools. Reasoning may precede it.
         strict
-            Refuse a `json_schema` with keywords that a grammar does not hold to; see `Sampler`.
+            Refuse a `json_schema` with keywords that a grammar cannot enforce; see `Sampler`.
         template
-            Another Jinja template than the model's own.
+            A Jinja template in place of the model's.
         **variables
-            What else the template reads, such as ``enable_thinking=False``.
+            Other variables that the template reads, such as ``enable_thinking=False``.
 
         Raises
         ------
         ArgumentError
-            A ValueError: a tool has no name or the name of another; `tool_choice` is none of
-            these; there is no template.
+            A tool has no name or the name of another one, `tool_choice` is invalid, or the model
+            has no template (a ValueError).
         GrammarError
-            A ValueError: a schema cannot be a grammar.
+            A schema cannot become a grammar (a ValueError).
         ChatTemplateError
-            A ValueError: the template fails.
+            The template failed (a ValueError).
         UnsupportedOperation
-            A tool is required, and the template has no tool calls.
+            A tool is required, but the template has no tool calls.
         """
         return make_chat_format(
             self._native,
@@ -480,25 +479,25 @@ class LlamaModel(ModelFacts, Closing):
         template: str | None = None,
         **variables: Any,
     ) -> ChatMessage:
-        """Return the message that the model wrote: content, reasoning and tool calls.
+        """Parse the model's output into a message: content, reasoning and tool calls.
 
-        The same as `ChatFormat.parse` of `chat_format` with these arguments.
+        Equals `ChatFormat.parse` of `chat_format` with these arguments.
 
         Parameters
         ----------
         text
-            What the model wrote after the prompt: tokens, or text with its special tokens written
-            out (``detokenize(tokens, special=True)``). A token that ends generation may follow.
+            The model's output: tokens, or text with special tokens written out
+            (``detokenize(tokens, special=True)``). May end with an end-of-generation token.
         partial
-            The beginning of a message: what is certain so far. Every beginning has a result.
+            Parse the beginning of a message and return the certain parts. Never fails.
         tools, template, **variables
-            What `apply_chat_template` got.
+            The arguments of `apply_chat_template`.
 
         Raises
         ------
         ChatParseError
-            A ValueError: the text is no message of this format, or the arguments of a tool do not
-            fit its schema. ``text`` has the text.
+            The text is not a message of this format, or a tool's arguments do not match its schema
+            (a ValueError). The text is in ``text``.
 
         Examples
         --------
@@ -510,15 +509,15 @@ class LlamaModel(ModelFacts, Closing):
         form = self.chat_format(tools=tools, template=template, **variables)
         return form.parse(text, partial=partial)
 
-    # Life ------------------------------------------------------------------------------
+    # Lifetime --------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Drop the model. Contexts made from it go on; calling it twice does nothing."""
+        """Release the model. Its contexts keep working. Idempotent."""
         self._native.close()
 
     @property
     def is_closed(self) -> bool:
-        """Whether the model was closed, or belongs to the process before a fork."""
+        """Whether the model is closed, or belongs to the process before a fork."""
         return self._native.is_closed
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""OpenAI's objects as plain dicts: what `LLM.create_chat_completion` and the server answer with."""
+"""OpenAI's objects as plain dicts, for `LLM.create_chat_completion` and the server."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_id(prefix: str) -> str:
 
 
 def head(prefix: str, kind: str, model: str) -> dict[str, Any]:
-    """Return the members that every answer begins with."""
+    """Return the members that all answers have."""
     return {
         "id": make_id(prefix),
         "object": kind,
@@ -49,23 +49,23 @@ def head(prefix: str, kind: str, model: str) -> dict[str, Any]:
 
 
 def finish_reason(reason: str | None, *, has_calls: bool = False) -> str | None:
-    """Return OpenAI's ``finish_reason``: a full context and a time limit count as the length."""
+    """Return OpenAI's ``finish_reason``; a full context and a time limit are "length"."""
     if reason == "stop" and has_calls:
         return "tool_calls"
     return {"full": "length", "aborted": "length"}.get(reason or "", reason)
 
 
 def usage_of(reuse: ReuseReport, n_new: int, *, writes: bool = True) -> dict[str, Any]:
-    """Return ``usage``: cached tokens are those that were not evaluated.
+    """Return ``usage``; cached tokens are those that were not evaluated.
 
     Parameters
     ----------
     reuse
-        Of the prompt.
+        Reuse of the prompt.
     n_new
-        Tokens that were generated.
+        Number of generated tokens.
     writes
-        Whether what was evaluated goes into the cache.
+        Whether evaluated tokens are stored in the cache.
     """
     n = reuse.n_tokens
     return {
@@ -81,12 +81,12 @@ def usage_of(reuse: ReuseReport, n_new: int, *, writes: bool = True) -> dict[str
 
 
 def schema_of(response_format: Mapping[str, Any] | None) -> Any:
-    """Return the JSON schema of ``response_format``; None where any text will do.
+    """Return the JSON schema of ``response_format``; None for unconstrained text.
 
     Raises
     ------
     ArgumentError
-        Its type is unknown, or it has no schema.
+        The type is unknown, or the schema is missing.
     """
     wish = response_format or {}
     kind = wish.get("type", "text")
@@ -104,7 +104,7 @@ def schema_of(response_format: Mapping[str, Any] | None) -> Any:
     )
 
 
-# Log-probabilities --------------------------------------------------------------------------------
+# Log probabilities --------------------------------------------------------------------------------
 
 
 def token_logprobs(
@@ -119,9 +119,9 @@ def token_logprobs(
     tokens
         The chosen tokens.
     rows
-        For each the log-probabilities of the likeliest tokens and of the chosen one.
+        For each token, log probabilities of the likeliest tokens and the chosen one.
     top
-        How many of the likeliest to report.
+        Number of likeliest tokens to report.
     """
 
     def entry(token: int, value: float) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def token_logprobs(
 def text_logprobs(
     model: LlamaModel, tokens: Sequence[int], rows: Sequence[dict[int, float]], offset: int
 ) -> dict[str, Any]:
-    """Return ``logprobs`` of completions: one list per fact; ``offset`` is that of the text."""
+    """Return ``logprobs`` of completions: parallel lists; ``offset`` is the text's offset."""
 
     def text(token: int) -> str:
         return model.token_to_piece(token).decode("utf-8", "replace")
@@ -158,9 +158,9 @@ def text_logprobs(
 
 
 def parse_answer(form: ChatFormat, text: str, *, partial: bool = False) -> ChatMessage:
-    """Return the message that a text is, with an id for each call of a whole message.
+    """Parse a text into a message; in a complete message every call gets an id.
 
-    A text that is no message is content, for the reader to see.
+    A text that cannot be parsed becomes content.
     """
     try:
         found = form.parse(text, partial=partial)
@@ -192,7 +192,7 @@ def message_of(found: ChatMessage) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class CallDelta:
-    """What is new of a tool call; ``is_first`` where it begins."""
+    """New part of a tool call; ``is_first`` at its start."""
 
     index: int
     id: str
@@ -203,7 +203,7 @@ class CallDelta:
 
 @dataclass(frozen=True)
 class Delta:
-    """What is new of a message: some content, some reasoning, or a part of one call."""
+    """New part of a message: content, reasoning, or a part of a call."""
 
     content: str = ""
     reasoning: str = ""
@@ -224,7 +224,7 @@ class Delta:
 
 
 class ChatStream:
-    """Turns the text of an answer into deltas as it comes."""
+    """Converts the text of an answer to deltas as it is generated."""
 
     def __init__(self, form: ChatFormat) -> None:
         self._form = form
@@ -234,7 +234,7 @@ class ChatStream:
 
     @property
     def has_calls(self) -> bool:
-        """Whether a tool was called so far."""
+        """Whether the message has a tool call so far."""
         return bool(self._shown.tool_calls)
 
     @property
@@ -243,16 +243,16 @@ class ChatStream:
         return self._shown
 
     def feed(self, text: str, *, is_end: bool = False, is_cut: bool = False) -> list[Delta]:
-        """Take some more text, with its special tokens; return what is certain now.
+        """Add text, with special tokens; return the deltas that are now certain.
 
         Parameters
         ----------
         text
-            Follows what came before.
+            Continues the previous text.
         is_end
-            Nothing follows.
+            Whether this is the end.
         is_cut
-            The model would have written more: a call that it began stays as far as it goes.
+            Whether the answer was cut off; an unfinished call is then kept as it is.
         """
         self._text += text
         if not text and not is_end:

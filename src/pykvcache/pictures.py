@@ -1,4 +1,4 @@
-"""Pictures of a context's cells, now and over time."""
+"""Pictures of a context's cells: now, and over time."""
 
 from __future__ import annotations
 
@@ -23,40 +23,41 @@ __all__ = ["CellHistory", "PictureMethods"]
 
 
 class PictureMethods:
-    """The pictures of `LlamaContext`."""
+    """The plotting methods of `LlamaContext`; a base class."""
 
     _native: lib.Context
 
     @property
     def memory_info(self) -> MemoryInfo:
-        """What the memory is and can do."""
+        """Kind and capabilities of the memory."""
         raise NotImplementedError
 
     def cells(self, part: MemoryPart | None = None) -> CellTable:
-        """Return every used cell."""
+        """Return all used cells."""
         raise NotImplementedError
 
     def sequences(self) -> dict[int, SequenceRange]:
-        """Return the sequences that hold anything."""
+        """Return the non-empty sequences."""
         raise NotImplementedError
 
     def plot(self, part: MemoryPart | None = None) -> Figure:
-        """Draw the cells by sequence and position, and where they lie (needs ``pykvcache[plot]``).
+        """Draw cells by sequence and position, and in memory order (needs ``pykvcache[plot]``).
 
         Parameters
         ----------
         part
-            As for `cells`.
+            As in `cells`.
 
         Returns
         -------
         matplotlib.figure.Figure
-            Not registered with pyplot: ``figure.savefig("cells.svg")``; notebooks show it.
+            Not registered with pyplot. Save it with ``figure.savefig("cells.svg")``; notebooks
+            display it.
 
         Raises
         ------
         UnsupportedOperation
-            The model keeps no memory, or no such part.
+            The model has no memory, or no such part.
         ImportError
             matplotlib is not installed.
         """
@@ -106,7 +107,7 @@ class _HasCells(Protocol):
 
 
 class CellHistory:
-    """How many cells were in use over time: call it after each step, then `plot`.
+    """Records the number of used cells over time: call it after each step, then `plot`.
 
     Parameters
     ----------
@@ -134,7 +135,7 @@ class CellHistory:
         self.shared: list[int] = []
 
     def __call__(self) -> None:
-        """Note how many cells are in use now; takes the context's lock."""
+        """Record the number of used cells now; takes the context's lock."""
         members = self._context.cells().members
         shares = members.sum(axis=1)
         alone = members[shares == 1].sum(axis=0)
@@ -146,7 +147,7 @@ class CellHistory:
         return len(self.seconds)
 
     def plot(self) -> Figure:
-        """Draw the cells of each sequence, the shared and the free ones over time.
+        """Draw the cells of each sequence, shared and free cells over time.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Choosing the next token."""
+"""Sampler: chooses the next token."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["Sampler"]
 N = TypeVar("N", lib.Model, lib.Context)
 FloatArray = npt.NDArray[np.float32]
 
-#: A stage of the program's own: token ids and their logits, to new logits.
+#: A custom stage: maps token ids and logits to new logits.
 StageCall: TypeAlias = Callable[
     [npt.NDArray[np.int32], npt.NDArray[np.float32]], "npt.NDArray[Any] | None"
 ]
@@ -51,16 +51,16 @@ _ORDER = (
     "xtc",
     "temperature",
 )
-#: What DRY does not count repetitions across, as in llama.cpp.
+#: Texts that end a repetition for DRY, as in llama.cpp.
 DRY_BREAKERS = ("\n", ":", '"', "*")
 
-#: ``LLAMA_DEFAULT_SEED``: llama.cpp then takes a random one.
+#: ``LLAMA_DEFAULT_SEED``, for which llama.cpp draws a random seed.
 RANDOM_SEED = 0xFFFFFFFF
 INT32_MAX = 2**31 - 1
 
 
 class HasContext(Protocol):
-    """What a `LlamaContext` is to a sampler."""
+    """The interface of `LlamaContext` that a sampler uses."""
 
     @property
     def native(self) -> lib.Context:
@@ -68,78 +68,76 @@ class HasContext(Protocol):
 
 
 class Sampler:
-    """Choose tokens with llama.cpp's samplers.
+    """Chooses tokens with llama.cpp's samplers.
 
-    In this order: ``logit_bias``, grammar, then the stages: penalties, DRY, ``top_n_sigma``,
-    ``top_k``, ``typical_p``, ``top_p``, ``min_p``, XTC and ``temperature``, or those that
-    ``stages`` names; at last the choice. One sampler keeps the history of one text (penalties,
-    grammar, random state): use one per sequence, from one thread at a time. `clone` and
-    ``copy.copy`` give another one with the same history; from there each goes its own way. Tokens
-    are chosen in compiled code: `generate` and requests refuse a subclass that has a `sample` of
-    its own; ``stages`` takes calls of yours.
+    It applies, in this order: ``logit_bias``; grammar; the stages penalties, DRY, ``top_n_sigma``,
+    ``top_k``, ``typical_p``, ``top_p``, ``min_p``, XTC and ``temperature``, or those of ``stages``;
+    and the choice. A sampler has the history of one text (penalties, grammar, random state): use
+    one per sequence, from one thread at a time. `clone` and ``copy.copy`` return an independent
+    sampler with the same history. Tokens are chosen in compiled code, so `generate` and requests
+    refuse a subclass that overrides `sample`; use ``stages`` for custom code.
 
     Parameters
     ----------
     temperature
-        0 takes the token with the largest logit (greedy) after ``logit_bias``, grammar,
-        penalties, DRY and calls in ``stages``; the other stages and ``seed`` then change nothing.
-        At most 1e4.
+        0 chooses the largest logit (greedy) after ``logit_bias``, grammar, penalties, DRY and
+        calls in ``stages``; other stages and ``seed`` then have no effect. At most 1e4.
     top_k
         Keep the k most likely tokens; 0 keeps all.
     top_p, min_p
         Nucleus and minimum-probability cuts in [0, 1]; 1 and 0 turn them off.
     repeat_penalty, frequency_penalty, presence_penalty, penalty_last_n
-        Penalties over the last n tokens; 1, 0 and 0 turn them off, and 0 tokens turn off all
+        Penalties over the last n tokens. 1, 0 and 0 turn them off; 0 tokens turn off all
         three. Within [1e-6, 1e6], [-1e6, 1e6], [-1e6, 1e6] and [0, 2^20].
     typical_p
         Locally typical sampling, in (0, 1]; 1 turns it off.
     top_n_sigma
         Keep logits that are at most this many standard deviations below the largest; 0 keeps all.
     xtc_probability, xtc_threshold
-        XTC: with this probability leave out all tokens of at least this probability but the least
-        likely of them. Both in [0, 1]; probability 0 turns it off.
+        XTC: with this probability, drop all tokens whose probability is at least the threshold,
+        except the least likely of them. Both in [0, 1]; probability 0 turns it off.
     dry_multiplier, dry_base, dry_allowed_length, dry_last_n, dry_sequence_breakers
         DRY: a token that would continue a repetition of n tokens loses
-        ``multiplier * base ** (n - allowed_length)``; within the last ``dry_last_n`` tokens, and
-        not across the breakers. Multiplier 0 turns it off. Needs ``model``.
+        ``multiplier * base ** (n - allowed_length)``. Only the last ``dry_last_n`` tokens count,
+        and repetitions end at the breakers. Multiplier 0 turns it off. Needs ``model``.
     mirostat, mirostat_tau, mirostat_eta
-        Mirostat 1 or 2 chooses, after penalties, DRY and temperature alone: with a surprise of tau
-        bits, learned at a rate of eta. 0 turns it off. Version 1 needs ``model``.
+        Mirostat 1 or 2 chooses, after only penalties, DRY and temperature, with a surprise of tau
+        bits and a learning rate of eta. 0 turns it off. Version 1 needs ``model``.
     adaptive_target, adaptive_decay
-        Adaptive-p, after all stages: favour tokens whose probability is near the target in
+        Adaptive-p, after all stages: favours tokens whose probability is near the target in
         [0, 1]; None turns it off. Decay in [0, 0.99].
     stages
-        Which stages there are, in their order: out of ``"penalties"``, ``"dry"``,
-        ``"top_n_sigma"``, ``"top_k"``, ``"typical_p"``, ``"top_p"``, ``"min_p"``, ``"xtc"`` and
-        ``"temperature"``, each once. And calls of your own: ``call(ids, logits)`` gets the
-        candidates that are left (int32 and float32, shape (n,)), and returns their new logits,
-        ``-inf`` for those that must not be chosen, or changes them in place and returns None. It
-        must not call the context. What it raises ends the call that asked for a token.
+        The stages in order, each at most once: ``"penalties"``, ``"dry"``, ``"top_n_sigma"``,
+        ``"top_k"``, ``"typical_p"``, ``"top_p"``, ``"min_p"``, ``"xtc"`` and ``"temperature"``.
+        Also functions: ``call(ids, logits)`` gets the remaining candidates (int32 and float32,
+        shape (n,)) and returns new logits, ``-inf`` to exclude tokens, or changes them in place
+        and returns None. It must not call the context. Its exceptions end the call that asked for
+        a token.
     seed
-        Same seed, same choices, in [0, 2^32 - 2]; ``None`` and -1 draw a random one.
+        Equal seeds give equal choices; in [0, 2^32 - 2]. ``None`` and -1 draw a random seed.
     logit_bias
-        What to add to the logits of some tokens, by token id: within [-1e6, 1e6], or
-        ``-math.inf`` for tokens that are never to be chosen.
+        Numbers to add to logits, by token id: within [-1e6, 1e6], or ``-math.inf`` for tokens
+        that must never be chosen.
     grammar, grammar_root
         A GBNF grammar that the text must follow, and its first rule. Needs ``model``.
     json_schema, strict
-        A JSON schema that the text must follow, in place of ``grammar``: a mapping, or its JSON
-        text. Properties come in the schema's order, the required ones first; ``oneOf`` counts as
-        ``anyOf``. Needs ``model``. What a grammar does not hold to (``multipleOf``, bounds of
-        numbers that are no integers, ``uniqueItems``, ...) is a `GrammarError` that names it; with
-        ``strict=False`` it is left out.
+        A JSON schema that the text must follow, in place of ``grammar``: a mapping or JSON text.
+        Properties come in the schema's order, required ones first; ``oneOf`` counts as ``anyOf``.
+        Needs ``model``. Keywords that a grammar cannot enforce (``multipleOf``, bounds of
+        non-integers, ``uniqueItems``, ...) raise a `GrammarError` that names them; with
+        ``strict=False`` they are ignored.
     chat_format
-        A `ChatFormat`, whose grammar the text must follow, in place of ``grammar``: at once, or
-        from the tool call on that the model begins. Needs ``model``.
+        A `ChatFormat` whose grammar the text must follow, in place of ``grammar``: from the start,
+        or from a tool call on. Needs ``model``.
     model
-        The model that a grammar is made for.
+        The model for which a grammar is made.
 
     Raises
     ------
     ValueError, TypeError
-        A value is out of range, or not what is asked for.
+        A value is out of range or of the wrong type.
     GrammarError
-        The grammar cannot be parsed; ``line`` and ``column`` say where. Or the schema cannot be a
+        The grammar cannot be parsed (see ``line`` and ``column``), or the schema cannot become a
         grammar: nested deeper than 64, more than 200 optional properties in an object, ...
     IndexError
         ``logit_bias`` names a token that ``model`` does not have.
@@ -200,7 +198,7 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
                 raise TypeError(f"{what} must be a str, not {type(text).__name__}")
         if "\0" in grammar_root:
             raise ArgumentError("grammar_root must not hold NUL", "grammar_root", grammar_root)
-        if not grammar_root.isascii():  # rules have plain names; surrogates cannot even be written
+        if not grammar_root.isascii():  # rule names are ASCII; surrogates cannot be encoded
             raise ArgumentError(
                 f"grammar_root is {grammar_root!r}: names of rules are ASCII",
                 "grammar_root",
@@ -215,7 +213,7 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
                 kind = type(chat_format).__name__
                 raise TypeError(f"chat_format must be a ChatFormat, not {kind}")
             grammar, triggers = chat_format.grammar, chat_format.triggers
-            # What the grammar has read before the first token, or what it waits for.
+            # The text that the grammar has already read, or its triggers.
             prefix = chat_format.generation_prompt if triggers is None else ""
             begin = prefix.encode(), [one.encode() for one in triggers or ()]
         if grammar is not None:
@@ -269,38 +267,35 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
         Parameters
         ----------
         source
-            A context, of which token i of the last decode is taken; or logits: float32, shape
-            (n_vocab,), finite or ``-inf``. They are not changed.
+            A context, to use the logits of token i of its last decode; or logits: float32, shape
+            (n_vocab,), finite or ``-inf``, which are not changed.
         i
-            Index as in `LlamaContext.logits`; of a context only.
+            Index as in `LlamaContext.logits`; only for a context.
 
         Raises
         ------
         IndexError
-            Token i has no logits, or no sequence holds it any more; or ``logit_bias`` names a
-            token that does not exist.
+            Token i has no valid logits, or ``logit_bias`` names a token that does not exist.
         DecodeError
-            The context's logits hold NaN or infinity, or no token is left to choose from.
+            The context's logits contain NaN or infinity, or all tokens are excluded.
         ValueError, TypeError
-            The array is not one of logits, or holds NaN or infinity; the grammar was made for
-            another model.
+            The array does not contain valid logits, or the grammar is for another model.
         """
         return self._native.sample(*_logits(source, i))
 
     def logprobs(
         self, source: HasContext | npt.NDArray[np.float32], i: SupportsIndex = -1
     ) -> FloatArray:
-        """Return the log-probability of each token to be the next that `sample` chooses.
+        """Return the log probability of each token to be chosen by the next `sample`.
 
-        After bias, grammar, penalties, cuts and temperature: ``-inf`` for what they exclude; at
-        temperature 0 the one choice has 0. Accepts nothing and draws nothing. The model's own
-        log-probabilities are those of
-        ``Sampler(temperature=1, top_k=0, top_p=1, min_p=0)``.
+        Includes bias, grammar, penalties, cuts and temperature: excluded tokens have ``-inf``; at
+        temperature 0 the single choice has 0. Does not change the sampler. For the model's own log
+        probabilities use ``Sampler(temperature=1, top_k=0, top_p=1, min_p=0)``.
 
         Parameters
         ----------
         source, i
-            As for `sample`, which says what is raised too.
+            As in `sample`, including errors.
 
         Returns
         -------
@@ -311,41 +306,41 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
     def accept(
         self, token: SupportsIndex, model: LlamaModel | None = None, *, grammar: bool = False
     ) -> None:
-        """Count a token that `sample` did not choose (``llama_sampler_accept``); all or nothing.
+        """Accept a token that `sample` did not choose (``llama_sampler_accept``); all or nothing.
 
         Parameters
         ----------
         token
-            Token id; the penalties count it.
+            Token id, counted by the penalties.
         model
-            The model whose token it is. Default: that of the grammar, or of the last logits.
+            The token's model. Default: that of the grammar, or of the last logits.
         grammar
-            Whether it belongs to the text that follows the grammar, as a prompt does not.
+            Whether it belongs to the text that must follow the grammar (a prompt does not).
 
         Raises
         ------
         IndexError
             The token is not one of the model's.
         ValueError
-            The grammar does not allow it here.
+            The grammar does not allow the token here.
         """
         native_model = None if model is None else _native(model, "model", lib.Model)
         self._native.accept(token, native_model, as_bool(grammar, "grammar"))
 
     def reset(self) -> None:
-        """Forget the history; the grammar begins again, and the random state with its seed."""
+        """Forget the history; restart the grammar and the random state."""
         self._native.reset()
 
     def clone(self, *, seed: int | None = None) -> Sampler:
-        """Return another sampler with these settings and this history (``llama_sampler_clone``).
+        """Return an independent sampler with this history (``llama_sampler_clone``).
 
-        Penalties, grammar and random state are as they are here, so both choose the same tokens
-        from the same logits; neither changes the other.
+        Penalties, grammar and random state are copied, so both choose the same tokens from the
+        same logits.
 
         Parameters
         ----------
         seed
-            Begin with another seed, in [0, 2^32 - 2], for other choices from here on; -1 draws one.
+            Restart the random state with this seed, in [0, 2^32 - 2]; -1 draws one.
         """
         clone = object.__new__(type(self))
         clone.__dict__.update(self.__dict__)
@@ -355,20 +350,20 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
         return clone
 
     def with_format(self, chat_format: ChatFormat, model: LlamaModel) -> Sampler:
-        """Return a new sampler with these settings that keeps to a chat format."""
+        """Return a new sampler with these settings and a chat format."""
         settings = {name: self._params[name] for name in self._params if "grammar" not in name}
         settings["seed"] = self.seed
         return Sampler(**settings, chat_format=chat_format, model=model)
 
     @property
     def stages(self) -> tuple[str | StageCall, ...] | None:
-        """The stages that were named; None for the default ones."""
+        """The given stages; None for the default ones."""
         stages: tuple[str | StageCall, ...] | None = self._params["stages"]
         return stages
 
     @property
     def seed(self) -> int | None:
-        """The seed; None where a random one was drawn."""
+        """The seed; None if a random one was drawn."""
         seed: int = self._params["seed"]
         return None if seed == RANDOM_SEED else seed
 
@@ -376,7 +371,7 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
         return self.clone()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Sampler:
-        # The model stays the same one: it cannot be copied, and the grammar was made for it.
+        # The model is shared: it cannot be copied, and the grammar depends on it.
         return self.clone()
 
     def __reduce__(self) -> NoReturn:
@@ -399,7 +394,7 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
         return f"Sampler({', '.join(settings)})"
 
 
-#: Settings that are shown where they are not these.
+#: Settings that are shown only if they differ from these.
 _SHOWN = object()
 _QUIET: dict[str, object] = {
     "typical_p": 1.0,
@@ -422,14 +417,14 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = 60
 
 
-# What compiled code does by itself, or has to find as it is.
+# Methods that compiled code replaces or relies on.
 _COMPILED = ("native", "sample", "accept", "logprobs", "reset", "clone", "seed")
 
 
 def check_sampler(sampler: object) -> Sampler:
-    """Return a sampler for `generate` or a request; TypeError for one that they cannot use."""
+    """Return a sampler for `generate` or a request; raise TypeError if they cannot use it."""
     kind = type(sampler)
-    if not issubclass(kind, Sampler):  # isinstance() believes what a proxy says of itself
+    if not issubclass(kind, Sampler):  # isinstance() trusts a proxy's __class__
         raise TypeError(f"sampler must be a Sampler, not {kind.__name__}")
     own = vars(sampler)
     for name in _COMPILED:
@@ -445,7 +440,7 @@ def check_sampler(sampler: object) -> Sampler:
 
 
 def native_stages(params: Mapping[str, Any]) -> tuple[str | StageCall, ...]:
-    """Return the stages that do something, in their order."""
+    """Return the stages that have an effect, in order."""
     wanted = _ORDER if params["stages"] is None else params["stages"]
     is_greedy = params["temperature"] == 0
     if is_greedy or (params["mirostat"] and params["stages"] is None):
@@ -524,7 +519,7 @@ def _native(value: object, what: str, kind: type[N]) -> N:
 def _logits(
     source: HasContext | npt.NDArray[np.float32], i: SupportsIndex
 ) -> tuple[lib.Context | None, FloatArray]:
-    """Return a context and its logits, or None and an array that was checked."""
+    """Return a context and its logits, or None and a checked array."""
     native = getattr(source, "native", None)
     if isinstance(native, lib.Context):
         return native, native.logits(i)
@@ -539,7 +534,7 @@ def _logits(
             f"logits have shape {source.shape}: (n_vocab,) is expected", "logits", source.shape
         )
     as_int(i, "i (of an array: leave it out)", -1, -1)
-    # A copy: another thread may change the array meanwhile.
+    # A copy, because another thread may change the array during the call.
     return None, np.array(source, np.float32)
 
 

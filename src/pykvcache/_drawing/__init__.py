@@ -1,5 +1,5 @@
-"""Pictures of what a context holds; methods named ``plot`` and notebooks call it.
+"""Pictures of a context's contents, for ``plot`` methods and notebooks.
 
-Axes are matplotlib's (extra ``plot``), made without pyplot: nothing global is touched. What
-notebooks show of sequences and reports is SVG that needs no library.
+Uses matplotlib (extra ``plot``) without pyplot, so no global state changes. Notebook views of
+sequences and reports are SVG that needs no library.
 """

@@ -1,4 +1,4 @@
-"""Figures of matplotlib, and what becomes of them."""
+"""Matplotlib figures, and their conversion to SVG."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def new_figure(width: float, height: float) -> Figure:
         raise ImportError("pictures need matplotlib: pip install 'pykvcache[plot]'") from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    # Notebooks show it without pyplot.
+    # For notebooks without pyplot.
     setattr(figure, "_repr_svg_", lambda: figure_svg(figure))  # noqa: B010
     return figure
 

@@ -1,4 +1,4 @@
-"""Cells by sequence and position, and where they lie."""
+"""Draws cells by sequence and position, and in memory order."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 __all__ = ["draw_cells"]
 
 SHARED, FREE = "0.35", "0.93"
-#: Colours of sequences; from the eleventh on they repeat.
+#: Colours of sequences, repeated after ten.
 COLORS = (*(f"C{i}" for i in range(7)), "C8", "C9", "C6")
 Ints = npt.NDArray[np.int32]
 
 
 def color_of(seq_id: int) -> str:
-    """Return the colour of a sequence's own cells."""
+    """Return the colour of a sequence's unshared cells."""
     return COLORS[seq_id % len(COLORS)]
 
 
@@ -36,7 +36,7 @@ def draw_cells(
     n_cells: int,
     title: str,
 ) -> Figure:
-    """Draw a table of cells: above by sequence and position, below in the order of the memory."""
+    """Draw a table of cells: above by sequence and position, below in memory order."""
     held = np.flatnonzero(members.any(axis=0))
     shares = members.sum(axis=1)
     figure = new_figure(9, 1.9 + 0.22 * min(len(held), 24) + 0.18 * min(n_streams, 24))
@@ -75,7 +75,7 @@ def _draw_runs(axes: Axes, row: int, places: Ints, shares: npt.NDArray[Any], own
 
 
 def _runs(places: Ints, values: npt.NDArray[Any]) -> Iterator[tuple[int, int, int]]:
-    """Yield (first place, length, value) of neighbours that have the same value."""
+    """Yield (start, length, value) of runs of equal values."""
     if not len(places):
         return
     cuts = np.flatnonzero((np.diff(places) > 1) | (np.diff(values) != 0)) + 1

@@ -1,4 +1,4 @@
-"""How many cells were in use, over time."""
+"""Draws the number of used cells over time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def draw_history(
     shared: Sequence[int],
     n_cells: int,
 ) -> Figure:
-    """Draw the cells of each sequence, those that several share, and the free ones, stacked."""
+    """Draw the cells of each sequence, shared cells and free cells, stacked."""
     figure = new_figure(9, 3.4)
     axes = figure.subplots()
     ids = sorted({seq_id for sample in own for seq_id in sample})

@@ -1,4 +1,4 @@
-"""What notebooks show of sequences and reports: a bar, and words."""
+"""Notebook views of sequences and reports: a bar, and text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html import escape
 __all__ = ["bar_html", "table_html"]
 
 WIDTH, HEIGHT = 480, 18
-#: Where tokens are, or came from, and its colour.
+#: Places of tokens, with colours.
 PALETTE = {
     "live": "#1b7837",
     "ram": "#5aae61",
@@ -22,7 +22,7 @@ PALETTE = {
 
 
 def bar_html(title: str, parts: Sequence[tuple[str, int]], note: str = "") -> str:
-    """Return a bar of named parts, with a legend; parts of size 0 are left out."""
+    """Return a bar of named parts with a legend; parts of size 0 are omitted."""
     parts = [(name, n) for name, n in parts if n > 0]
     total = sum(n for _, n in parts) or 1
     shapes, legend, at = [], [], 0.0
@@ -44,7 +44,7 @@ def bar_html(title: str, parts: Sequence[tuple[str, int]], note: str = "") -> st
 
 
 def table_html(title: str, rows: Sequence[tuple[str, str]], picture: str = "") -> str:
-    """Return a table of names and values, with a picture below it."""
+    """Return a table of names and values with a picture below it."""
     cells = "".join(
         f'<tr><th style="text-align:left">{escape(name)}</th>'
         f'<td style="text-align:left">{escape(value)}</td></tr>'

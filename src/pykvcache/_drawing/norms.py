@@ -1,4 +1,4 @@
-"""Lengths of keys and values, by layer and head."""
+"""Draws the lengths of keys and values by layer and head."""
 
 from __future__ import annotations
 

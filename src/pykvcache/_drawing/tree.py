@@ -1,4 +1,4 @@
-"""A tree of tokens: each run of them a bar as long as it has tokens, what follows to its right."""
+"""Draws a tree of tokens: each run is a bar of its length, with its children to the right."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 __all__ = ["Bar", "draw_tree"]
 
 _MOST_ROWS = 120
-_MOST_LETTERS = 24  # of the name of a group
+_MOST_LETTERS = 24  # maximum length of a group's name
 _FONT = "DejaVu Sans"
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One run of tokens; those before others come first."""
+    """A run of tokens; parents come before children."""
 
     depth: int
     start: int
@@ -35,7 +35,7 @@ class Bar:
 
 
 def rows_of(bars: Sequence[Bar]) -> list[tuple[int, int]]:
-    """Return the first row of each bar and the number of its rows: as many as leaves follow it."""
+    """Return the first row of each bar and its number of rows, which is its number of leaves."""
     rows: list[tuple[int, int]] = [(0, 0)] * len(bars)
     open_bars: list[int] = []
     n_leaves = 0
@@ -45,7 +45,7 @@ def rows_of(bars: Sequence[Bar]) -> list[tuple[int, int]]:
         while len(open_bars) > down_to:
             at = open_bars.pop()
             first = rows[at][0]
-            n_leaves = max(n_leaves, first + 1)  # nothing followed: a leaf of its own
+            n_leaves = max(n_leaves, first + 1)  # a leaf
             rows[at] = first, n_leaves - first
 
     group = None
@@ -74,7 +74,7 @@ def draw_tree(bars: Sequence[Bar], title: str) -> Figure:
     for bar, (first, n) in shown:
         if bar.depth == 0:
             groups.setdefault(bar.group, []).extend((first, min(first + n, n_rows)))
-    if any(groups):  # names, not the default alone
+    if any(groups):  # more than the default group
         places = [(min(rows) + max(rows)) / 2 - 0.5 for rows in groups.values()]
         names = [_cut(_printable(repr(name)), _MOST_LETTERS) for name in groups]
         axes.set_yticks(places, names, parse_math=False, family=_FONT)
@@ -91,7 +91,7 @@ def draw_tree(bars: Sequence[Bar], title: str) -> Figure:
 
 
 def _shade(uses: int, most: int) -> str:
-    """Return a colour: the darker, the more often used."""
+    """Return a colour, darker for more frequent use."""
     share = 0.0 if not most else uses / most
     red, green, blue = (round(a + (b - a) * share) for a, b in ((222, 33), (235, 113), (247, 181)))
     return f"#{red:02x}{green:02x}{blue:02x}"
@@ -113,7 +113,7 @@ def _draw(axes: Axes, bar: Bar, first: int, n: int, end: int, most: int) -> None
     )
     if bar.is_marked:
         axes.plot(bar.start + bar.length, first + n / 2 - 0.5, "k>", markersize=4, clip_on=False)
-    room = int(bar.length / end * 105)  # letters of this size in the whole width
+    room = int(bar.length / end * 105)  # 105 letters of this size fit the whole width
     if room >= 4:
         middle = first + n / 2 - 0.5
         dark = most and bar.uses > 0.6 * most
@@ -131,12 +131,12 @@ def _draw(axes: Axes, bar: Bar, first: int, n: int, end: int, most: int) -> None
 
 
 def _cut(text: str, n: int) -> str:
-    """Return a text, or as much of it as fits n letters."""
+    """Return a text, cut to n letters."""
     return text if len(text) <= n else text[: n - 1] + "…"
 
 
 def _printable(text: str) -> str:
-    """Return a text with a dot for what the font does not have."""
+    """Return a text with dots for characters that the font lacks."""
     from matplotlib.font_manager import findfont, get_font
 
     known = get_font(findfont(_FONT)).get_charmap()

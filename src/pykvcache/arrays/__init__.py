@@ -1,4 +1,4 @@
-"""Cache systems over NumPy arrays; independent of the compiled layer."""
+"""Array caches: caches over NumPy arrays, independent of the compiled layer."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-#: Tokens, cells or places of one array.
+#: Largest number of tokens or cells of an array.
 MOST = 2**31 - 1
 
 # llama.cpp's names; NumPy reads "f16" as a 16-byte float.
@@ -34,7 +34,7 @@ _DTYPE_NAMES = {"f16": np.float16, "f32": np.float32}
 
 
 def _name(dtype: np.dtype[Any]) -> str:
-    """Return a dtype's text, which may be as long as the names of its fields."""
+    """Return a dtype's text, shortened."""
     name = str(dtype)
     return name if len(name) <= 80 else shown(name)
 
@@ -81,7 +81,7 @@ def as_ints(name: str, values: Iterable[SupportsIndex]) -> NDArray[np.int64]:
 
 
 def as_kind(name: str, one: object, kind: type[T]) -> T:
-    """Return `one`; raise `CacheDTypeError` unless it is a `kind`."""
+    """Return `one`; raise `CacheDTypeError` unless it is an instance of `kind`."""
     if not isinstance(one, kind):
         found, wanted = type(one).__name__, kind.__name__
         raise CacheDTypeError(f"{name} is a {found}; expected a {wanted}", name, found, wanted)
@@ -95,13 +95,13 @@ def check_size(what: str, found: int, expected: int) -> None:
 
 
 def check_shape(what: str, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[int, ...]:
-    """Return a shape; raise `CacheValueError` if no address reaches over such an array.
+    """Return a shape; raise `CacheValueError` if such an array exceeds the address space.
 
-    A shape that only this machine has no memory for is a `MemoryError` of NumPy's.
+    If only this machine's memory is too small, NumPy raises `MemoryError`.
     """
     size = np.dtype(dtype).itemsize
     for n in shape:
-        # NumPy leaves zeros out of this product, too.
+        # NumPy also ignores zeros in this product.
         size *= n or 1
     if size > sys.maxsize:
         message = (
@@ -141,7 +141,7 @@ def as_storable(name: str, array: Any, dtype: np.dtype[Any] | None = None) -> ND
     except ValueError as error:
         message, kind = f"{name} is not an array: {error}", type(array).__name__
         raise CacheDTypeError(message, name, kind) from None
-    # The kind "V" is that of raw bytes, and also of bfloat16 and similar types of other packages.
+    # Kind "V" covers raw bytes, and bfloat16 and similar types of other packages.
     if (
         given.dtype.kind not in "fiuV"
         or given.dtype.type is np.void

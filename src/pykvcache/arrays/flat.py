@@ -1,4 +1,4 @@
-"""One sequence, one flat row of floats per token and layer."""
+"""FlatKVCache: one sequence, one flat row of floats per token and layer."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ class FlatKVCache:
     A forward pass appends the token's K and V to every layer, reading ``k(layer)`` and
     ``v(layer)`` (which include that token) as it goes, and calls ``advance`` at the end.
 
-    It follows forgellm's ``KVCache``, with its gaps closed: there ``advance`` counts tokens
-    that no layer holds, a layer may lag behind or run ahead, lengths are checked in debug
-    builds only, and there is no way to append a prompt at once (``extend``), to step back
-    (``truncate``) or to choose the dtype. A refused call changes nothing.
+    Modelled on forgellm's ``KVCache``, with more checks: there ``advance`` counts tokens that a
+    layer lacks, layers may get out of step, and lengths are checked in debug builds only. New
+    are ``extend`` (a prompt at once), ``truncate`` and the dtype. A refused call changes nothing.
 
-    Not safe for use by several threads without a lock.
+    Not thread-safe.
 
     Parameters
     ----------
@@ -55,10 +54,10 @@ class FlatKVCache:
         self._num_kv_heads = as_int("num_kv_heads", num_kv_heads, minimum=1)
         self._head_dim = as_int("head_dim", head_dim, minimum=1)
         self._dtype = as_float_dtype(dtype)
-        # (K and V, layer, token, element): a layer's tokens are one contiguous run.
+        # (K and V, layer, token, element): a layer's tokens are contiguous.
         self._data = self._rows(0)
         self._len = 0
-        # Tokens that a layer holds beyond _len, until advance() counts them.
+        # Tokens of each layer beyond _len, until advance() counts them.
         self._pending = [0] * self._num_layers
 
     @classmethod
@@ -73,8 +72,8 @@ class FlatKVCache:
     ) -> FlatKVCache:
         """Make an empty cache that does not reallocate up to `max_seq_len` tokens.
 
-        Longer sequences are not refused, the cache grows for them. Raises as the
-        constructor does, and `CacheValueError` for a negative `max_seq_len`.
+        The cache grows for longer sequences. Raises like the constructor, and
+        `CacheValueError` for a negative `max_seq_len`.
         """
         cache = cls(num_layers, num_kv_heads, head_dim, dtype=dtype)
         cache._data = cache._rows(as_int("max_seq_len", max_seq_len, minimum=0))
@@ -122,7 +121,7 @@ class FlatKVCache:
         Raises
         ------
         CacheLayerError, CacheDTypeError
-            As ``append`` does.
+            As in ``append``.
         CacheValueError
             `k` or `v` is not a whole number of tokens, or the two differ.
         CacheOrderError
@@ -154,7 +153,7 @@ class FlatKVCache:
         self._pending = [0] * self._num_layers
 
     def k(self, layer: SupportsIndex) -> NDArray[Any]:
-        """Keys of a layer, those appended since the last ``advance`` included.
+        """Return the keys of a layer, including those appended since the last ``advance``.
 
         Returns
         -------
@@ -169,13 +168,13 @@ class FlatKVCache:
         return self._view(0, layer)
 
     def v(self, layer: SupportsIndex) -> NDArray[Any]:
-        """Values of a layer; see ``k``."""
+        """Return the values of a layer; see ``k``."""
         return self._view(1, layer)
 
     def truncate(self, length: SupportsIndex) -> None:
-        """Keep the first `length` tokens, and drop those that ``advance`` has not counted.
+        """Keep the first `length` tokens, and drop tokens that ``advance`` has not counted.
 
-        ``truncate(len(cache))`` takes back a forward pass that failed half-way.
+        ``truncate(len(cache))`` undoes an unfinished forward pass.
 
         Raises
         ------
@@ -186,11 +185,11 @@ class FlatKVCache:
         self._pending = [0] * self._num_layers
 
     def clear(self) -> None:
-        """Forget every token; the memory stays allocated."""
+        """Drop all tokens; the memory stays allocated."""
         self.truncate(0)
 
     def copy(self) -> FlatKVCache:
-        """Return an independent cache of the same content and capacity."""
+        """Return an independent copy with the same capacity."""
         other = FlatKVCache(self._num_layers, self._num_kv_heads, self._head_dim, dtype=self._dtype)
         other._data = self._data.copy()
         other._len, other._pending = self._len, self._pending.copy()
@@ -200,7 +199,7 @@ class FlatKVCache:
     __copy__ = copy
 
     def __len__(self) -> int:
-        """Tokens that ``advance`` has counted."""
+        """Return the number of tokens that ``advance`` has counted."""
         return self._len
 
     def is_empty(self) -> bool:
@@ -234,7 +233,7 @@ class FlatKVCache:
 
     @property
     def capacity(self) -> int:
-        """Tokens for which memory is allocated."""
+        """Number of tokens for which memory is allocated."""
         return int(self._data.shape[2])
 
     def __repr__(self) -> str:
@@ -267,11 +266,11 @@ class FlatKVCache:
             raise CacheOrderError(message, f"tokens of layer {layer}", count, pending)
         end = self._len + count
         if end > self.capacity:
-            # By half each time, so that every token is copied a constant number of times.
+            # Grow by half, so that every token is copied a constant number of times.
             grown = self._rows(max(end, self.capacity * 3 // 2, 256))
             grown[:, :, : self.capacity] = self._data
             self._data = grown
-        # The keys are written first, and `v` may be a view of them.
+        # Keys are written first, and `v` may be a view of them.
         if v.base is not None and np.may_share_memory(v, self._data):
             v = v.copy()
         self._data[0, layer, self._len : end] = k.reshape(count, -1)

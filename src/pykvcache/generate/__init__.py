@@ -1,11 +1,11 @@
-"""Many sequences generated at once: one decode per step.
+"""Generate many sequences at once: one decode per step.
 
 ================  ==================================================================
-`generator.py`    `BatchGenerator`: what users hold, and who makes its steps
-`handle.py`       `GenerationHandle`: what a user holds of a request
-`request.py`      `GenerationRequest`: one request, and what has come of it
-`schedule.py`     who runs, who waits, who leaves when cells run out
-`step.py`         one decode for all that run: what goes in, what comes out
+`generator.py`    `BatchGenerator`: submits requests and drives steps
+`handle.py`       `GenerationHandle`: the user's object of a request
+`request.py`      `GenerationRequest`: one request and its results
+`schedule.py`     which requests run, wait, or are parked
+`step.py`         one decode for all running requests
 ================  ==================================================================
 """
 

@@ -1,4 +1,4 @@
-"""BatchGenerator: requests that are generated together, one decode per step."""
+"""BatchGenerator: generates many requests together, one decode per step."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ MOST = 2**31 - 1
 
 
 class BatchGenerator(Closing):
-    """Generates for many requests at once: every `step` is one decode for all that run.
+    """Generates many requests at once: every `step` is one decode for all running requests.
 
-    Requests join while others run. A long prompt is evaluated in parts beside those that
-    generate, so that nobody waits for it. Several samples of one prompt share its evaluation.
-    When cells run out, who is lowest in priority and came last is parked and goes on later. Each
-    request has its own sampler and ends with the tokens that it would have had alone.
+    New requests join at any step. Long prompts are evaluated in parts, in the same decodes as the
+    running requests, and block none of them. Several samples of one prompt share its evaluation.
+    When cells run out, the newest request of the lowest priority is parked and resumed later. Each
+    request has its own sampler and gets the tokens that it would get alone, up to rounding.
 
-    Any thread may submit, iterate and abort. Who iterates over a handle drives the generator
-    where nobody else does; `start` lets a thread of its own do that.
+    Any thread may submit, iterate and abort. Iterating over a handle drives the generator unless
+    another thread does; `start` runs the steps in a background thread.
 
     Parameters
     ----------
     context
-        Where it runs; or a `PrefixCache`, from which every prompt begins with what is known, and
-        which gets what was evaluated. Requests that share 16 tokens or more (a block, where states
-        cannot be cut) and arrive together evaluate them once.
+        The context; or a `PrefixCache`, which supplies known prefixes and stores evaluated tokens.
+        Requests that arrive together and share at least 16 tokens (one block, for memories that
+        cannot rewind) evaluate these once.
     max_sequences
-        Requests that run at once; default and most: ``n_seq_max`` of the context.
+        Maximum number of running requests; default and limit: ``n_seq_max`` of the context.
     n_chunk
         Tokens of a prompt per step; default: ``n_ubatch`` of the context.
 
@@ -87,7 +87,7 @@ class BatchGenerator(Closing):
             cache = core_of(context)
             cache.check_open()
             context = cache.context
-        LlamaSequence(context).close()  # raises what a sequence of this context would
+        LlamaSequence(context).close()  # raises if this context cannot have sequences
         most = context.n_seq_max
         n = most if max_sequences is None else as_int(max_sequences, "max_sequences", 1, most)
         chunk = context.n_ubatch if n_chunk is None else as_int(n_chunk, "n_chunk", 1, 2**31 - 1)
@@ -96,17 +96,17 @@ class BatchGenerator(Closing):
         self._schedule = Schedule(context, self._pool, n, cache)
         self._stepper = Stepper(self._schedule, chunk)
         self._order = 0
-        # Taken by itself: Ctrl-C in a Condition's `__enter__` leaves it taken.
+        # Acquired directly: Ctrl-C in a Condition's `__enter__` leaves its lock held.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._driver: int | None = None  # the thread that makes a step now
-        self._n_awaiting = 0  # threads that wait for the end of another's step
+        self._driver: int | None = None  # the thread that is making a step
+        self._n_awaiting = 0  # threads that wait for another thread's step
         self._thread: threading.Thread | None = None
         self._closed = False
 
     @property
     def context(self) -> LlamaContext:
-        """The context it runs in."""
+        """The context of this generator."""
         return self._ctx
 
     @property
@@ -167,48 +167,48 @@ class BatchGenerator(Closing):
         boundaries: Iterable[SupportsIndex] = (),
         keep: SupportsIndex | None = None,
     ) -> GenerationHandle | list[GenerationHandle]:
-        """Ask for a generation; it is made by `step`, `run`, or who iterates over the handle.
+        """Submit a request; `step`, `run`, or iterating over the handle generates it.
 
         Parameters
         ----------
         prompt
-            Text, token ids, or a LlamaSequence, whose own tokens grow; nobody should edit it
-            meanwhile. Of several generations of one sequence (`LlamaSequence.generate`, another
-            generator's) the newest goes on: an older request ends with `OvertakenError`.
+            Text, token ids, or a LlamaSequence, which grows; do not edit it during the
+            generation. Of several generations of one sequence (by `LlamaSequence.generate` or
+            another generator) the newest continues: an older request ends with `OvertakenError`.
         max_tokens
-            Tokens to generate at most; None: until it ends, or the context is full.
+            Maximum number of new tokens; None: until the text ends or the context is full.
         sampler
             Copied for this request. Default: greedy.
         n
-            Samples of this prompt. Sample i has the sampler's seed plus i, so that all differ and
-            can be had again. A LlamaSequence is continued by the first; the others are forks.
+            Number of samples of this prompt. Sample i has the sampler's seed plus i, so that all
+            differ and are reproducible. The first continues a LlamaSequence; the others are forks.
         stop
-            As for `LlamaSequence.generate`.
+            As in `LlamaSequence.generate`.
         logprobs
-            How many of the likeliest tokens to give the log-probabilities of, per token.
+            Number of likeliest tokens whose log probabilities are returned for each token.
         priority
-            Larger ones go first; what they give to a cache leaves last.
+            Requests of larger priority run first, and a cache evicts their blocks last.
         namespace
-            Whose prefixes a prompt of a cache shares; default: the cache's.
+            Namespace of the cache whose prefixes may be reused; default: the cache's own.
         boundaries
-            Numbers of tokens of a prompt after which messages end, as for `PrefixCache.sequence`.
+            Token counts of the prompt at which messages end, as in `PrefixCache.sequence`.
         keep
-            Number of first tokens, of the prompt and its answer, that the cache gets when the
-            request ends: without a model's thinking, say. None for all.
+            Number of tokens, counted from the start of the prompt, that the cache stores at the
+            end, for example without a model's thinking. None for all.
 
         Returns
         -------
-        GenerationHandle, or a list of n where n is more than 1
+        GenerationHandle, or a list of n handles if n is more than 1
 
         Raises
         ------
         NoKvCacheSlot, PositionError
-            The prompt does not fit the cache alone, or the positions of the model.
+            The prompt does not fit the context, or exceeds the model's positions.
         InvalidBatch, ValueError, TypeError, IndexError
-            An argument is wrong, the sampler is for another model, or the prompt has no tokens.
-            Other requests go on.
+            An argument is invalid, the sampler is for another model, or the prompt has no tokens.
+            Other requests are not affected.
         UnsupportedOperation
-            A stop string, and the model has no vocabulary.
+            A stop string is given, but the model has no vocabulary.
         """
         limit = MOST if max_tokens is None else as_int(max_tokens, "max_tokens", 0, MOST)
         count = as_int(n, "n", 1, 2**16)
@@ -261,7 +261,7 @@ class BatchGenerator(Closing):
         return handles[0] if count == 1 else handles
 
     def _given(self, sequence: LlamaSequence) -> LlamaSequence:
-        """Check a sequence that is to grow."""
+        """Check a sequence that the generation extends."""
         if sequence.context is not self._ctx:
             raise ArgumentError("the sequence belongs to another context", "prompt")
         sequence._check_open()
@@ -278,7 +278,7 @@ class BatchGenerator(Closing):
         priority: int,
         keep: int | None,
     ) -> LlamaSequence:
-        """Return a sequence of a prompt, of the cache where there is one."""
+        """Return a sequence of a prompt, from the cache if there is one."""
         if self._cache is not None:
             return self._cache.open(
                 prompt, namespace, boundaries=boundaries, priority=priority, keep=keep
@@ -288,10 +288,10 @@ class BatchGenerator(Closing):
         return self._plain(prompt)
 
     def _plain(self, prompt: str | TokenInput | None) -> LlamaSequence:
-        """Return a sequence of no cache.
+        """Return a sequence without a cache.
 
-        What LlamaSequence finds out of a context was found out when this was made, and does not
-        change; that both are open has been checked, and the lock is held.
+        Skips LlamaSequence's checks of the context, which this generator has already made. The
+        lock is held.
         """
         sequence = LlamaSequence._made(self._ctx, SequenceCells(self._pool, Ledger(), POINTS))
         if prompt is not None:
@@ -299,9 +299,9 @@ class BatchGenerator(Closing):
         return sequence
 
     def _beside(self, sequence: LlamaSequence) -> LlamaSequence:
-        """Return a sequence for another sample; it shares with whom the first one does."""
+        """Return a sequence for another sample of the same prompt."""
         if sequence._cells.ledger.shifted_at is not None:
-            return sequence.fork()  # its tokens alone do not say what is held
+            return sequence.fork()  # after a shift the tokens do not determine the cells
         request = request_of(sequence)
         if self._cache is not None and request is not None and request in self._cache.live:
             return self._cache.open_beside(request)
@@ -319,7 +319,7 @@ class BatchGenerator(Closing):
 
     @staticmethod
     def _sampler_of(sampler: Sampler, i: int) -> Sampler:
-        """Return a copy for sample i; a drawn seed is drawn anew, so that no two share it."""
+        """Return a copy for sample i; a random seed is drawn again for each sample."""
         if sampler.seed is None:
             return sampler.clone(seed=secrets.randbelow(2**32 - 1))
         return sampler.clone(seed=(sampler.seed + i) % (2**32 - 1)) if i else sampler.clone()
@@ -328,22 +328,22 @@ class BatchGenerator(Closing):
 
     @property
     def is_closed(self) -> bool:
-        """Whether it, or its context, was closed."""
+        """Whether the generator or its context is closed."""
         return self._closed or self._ctx.is_closed
 
     def step(self) -> list[tuple[GenerationHandle, int]]:
-        """Make one decode for all requests that run.
+        """Make one decode for all running requests.
 
         Returns
         -------
         list of (GenerationHandle, int)
-            The tokens that came of it; empty where nothing is left to do, only parts of prompts
-            were evaluated, or all wait for what another process evaluates.
+            The new tokens. Empty if nothing is left to do, only parts of prompts were evaluated,
+            or all requests wait for tiers.
 
         Raises
         ------
         DecodeAborted
-            `LlamaContext.abort` was called meanwhile: nothing is lost, the next step goes on.
+            `LlamaContext.abort` was called. Nothing is lost; the next step continues.
         """
         is_waiting = True
         while is_waiting:
@@ -359,7 +359,7 @@ class BatchGenerator(Closing):
                     request._notify()
             is_waiting = not made and self._schedule.await_tiers()
         if self._n_awaiting or self._thread is not None:
-            self._wake()  # who begins to wait looks again, once it is noted here
+            self._wake()
         return [
             (handle, token)
             for request, token in made
@@ -367,24 +367,24 @@ class BatchGenerator(Closing):
         ]
 
     def run(self, *, progress: bool | None = None) -> None:
-        """Make steps until no request is left.
+        """Make steps until all requests have ended.
 
         Parameters
         ----------
         progress
-            Show a progress bar (needs ``pykvcache[cli]``). Default: where stderr is a terminal
-            and rich is installed.
+            Show a progress bar (needs ``pykvcache[cli]``). Default: if stderr is a terminal and
+            rich is installed.
 
         Raises
         ------
         DecodeAborted, KeyboardInterrupt
-            Nothing is lost: the next `run` or `step` goes on.
+            Nothing is lost; the next `run` or `step` continues.
         ClosedError
             It is closed.
         TypeError
             ``progress`` is neither None nor a flag.
         """
-        from pykvcache.generate.progress import watching  # only here: rich is an extra
+        from pykvcache.generate.progress import watching  # here, because rich is an extra
 
         self._check_open()
         wanted = None if progress is None else as_bool(progress, "progress")
@@ -398,21 +398,21 @@ class BatchGenerator(Closing):
             look()
 
     def start(self) -> None:
-        """Let a thread of its own make the steps, until `close`. Twice does nothing.
+        """Make the steps in a background thread until `close`. Idempotent.
 
-        The thread ends, too, when the generator and its handles are dropped.
+        The thread also ends when the generator and its handles are dropped.
 
         Raises
         ------
         ClosedError
             It is closed.
         RuntimeError
-            The system gives no thread: `run` and `step` need none.
+            The system refuses a thread; `run` and `step` need none.
         """
         self._check_open()
         with self._lock:
             if not self._has_thread:
-                # It must not keep the generator alive, and has to hear of its end.
+                # The thread must not keep the generator alive, and must be woken at its end.
                 given = weakref.ref(self), self._changed
                 thread = threading.Thread(
                     target=_work, name="pykvcache-generate", args=given, daemon=True
@@ -422,7 +422,7 @@ class BatchGenerator(Closing):
                 weakref.finalize(self, _notify, self._changed).atexit = False
 
     def close(self) -> None:
-        """Abort what is left, and end the thread; twice does nothing."""
+        """Abort remaining requests and end the thread. Idempotent."""
         self._closed = True
         if self._native.is_inherited:
             return
@@ -435,7 +435,7 @@ class BatchGenerator(Closing):
             self._stepper.close()
         self._wake()
 
-    # Who makes them -----------------------------------------------------------------------------
+    # Driving ------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._native.is_closed:
@@ -449,9 +449,9 @@ class BatchGenerator(Closing):
         self._wake()
 
     def _drop_aborted(self) -> None:
-        """End what was aborted now; a step that is under way does so when it has ended.
+        """End aborted requests now, unless a step is under way, which then does so.
 
-        It may be a finalizer's call.
+        May be called by a finalizer.
         """
         lock = self._pool.lock
         if not self._has_thread and not self._native.is_inherited and lock.acquire(blocking=False):
@@ -495,7 +495,7 @@ class BatchGenerator(Closing):
         return True
 
     def _wait_for(self, request: GenerationRequest, i: int) -> int | None:
-        """Return token i of a request; None where it ended before."""
+        """Return token i of a request; None if it ended before."""
         while True:
             if i < len(request._tokens):
                 return request._tokens[i]
@@ -507,7 +507,7 @@ class BatchGenerator(Closing):
                 self._await_change()
 
     def _work_once(self) -> bool:
-        """Make a step in the thread for it; what fails ends requests. False once it is closed."""
+        """Make a step in the background thread; errors end requests. Return False once closed."""
         try:
             self.step()
         except DecodeAborted as error:
@@ -526,7 +526,7 @@ class BatchGenerator(Closing):
 
 
 def _work(ref: weakref.ref[BatchGenerator], changed: threading.Condition) -> None:
-    """Make steps whenever there are requests, as long as the generator lives and is open."""
+    """Make steps while the generator exists and is open; wait while there are no requests."""
     while True:
         with changed:
             generator = ref()

@@ -1,4 +1,4 @@
-"""GenerationHandle: what a user holds of a request. Dropping it ends the request."""
+"""GenerationHandle: the user's object of a request. Dropping it ends the request."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ __all__ = ["FinishReason", "GenerationHandle", "HandleStream", "RequestTimes", "
 
 
 class GenerationHandle:
-    """A generation that was submitted to a `BatchGenerator`, which makes it.
+    """A request that was submitted to a `BatchGenerator`.
 
-    Iterating gives its tokens as they come, from the first one on, and drives the generator where
-    no other thread does; `stream` gives text. ``async for`` and ``await`` do so in a thread. Any
-    thread may use it.
+    Iterating yields its tokens from the first one on, and drives the generator unless another
+    thread does; `stream` yields text. ``async for`` and ``await`` do so in a thread. Any thread
+    may use it.
 
-    The request is aborted when its handle is dropped (unless it continues a sequence of the
-    caller's), when an ``async for`` over it is left early, and when a task that waits for it is
-    cancelled.
+    The request is aborted when its handle is dropped (unless it continues the caller's sequence),
+    when an ``async for`` over it is left early, or when a task that awaits it is cancelled.
     """
 
     __slots__ = ("__weakref__", "_request")
@@ -35,99 +34,98 @@ class GenerationHandle:
         self._request = request
         request.handle = weakref.ref(self)
 
-    # What has come of it ----------------------------------------------------------------------
+    # Results ----------------------------------------------------------------------------------
 
     @property
     def tokens(self) -> IntArray:
-        """The new tokens, so far; int32, shape (n,), a copy."""
+        """The new tokens so far, a copy: int32, shape (n,)."""
         return self._request.tokens
 
     @property
     def text(self) -> str:
-        """The text of the new tokens, so far; it ends before a stop string.
+        """The text of the new tokens so far; it ends before a stop string.
 
-        Characters whose bytes are not all there are left out until the end. Read it once before
-        the model is closed: the whole text is kept then.
+        Incomplete characters are omitted until the end. To read it after the model is closed, read
+        it once before.
         """
         return self._request.text
 
     @property
     def logprobs(self) -> list[dict[int, float]]:
-        """For each token the log-probabilities that the model gave, by token id; a copy.
+        """The model's log probabilities for each token, as dicts by token id; a copy.
 
-        The ``logprobs`` likeliest, and the one that was chosen; empty if none were asked for.
+        Contains the ``logprobs`` likeliest tokens and the chosen one; empty if not requested.
         """
         return self._request.logprobs
 
     @property
     def token_logprobs(self) -> list[TokenLogprob]:
-        """The same with the text of each token."""
+        """`logprobs` with the text of each token."""
         request, rows = self._request, self._request.logprobs
         model = request.sequence.context.model
         return named(model, self.tokens.tolist(), rows, request.n_logprobs)
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """How it ended; None while it runs.
+        """Why the request ended; None while it runs.
 
-        ``"stop"`` (an end-of-generation token, or a stop), ``"length"`` (``max_tokens``),
-        ``"full"`` (it has all the room that there is), ``"aborted"`` (at once after `abort`),
-        ``"error"`` (see `error`).
+        ``"stop"`` (an end-of-generation token or a stop), ``"length"`` (``max_tokens``), ``"full"``
+        (no room in the context), ``"aborted"`` (set at once by `abort`), ``"error"`` (see `error`).
         """
         return self._request.finish_reason
 
     @property
     def error(self) -> Exception | None:
-        """What ended it with ``"error"``; iterating raises it."""
+        """The exception behind ``"error"``; iterating raises it."""
         return self._request.error
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended it; None where it ended otherwise."""
+        """The stop string that ended the request, or None."""
         return self._request.stop_string
 
     @property
     def sequence(self) -> LlamaSequence:
-        """The sequence it continues; closed at the end unless it was the submitted one."""
+        """The sequence of the request; closed at the end unless the caller submitted it."""
         return self._request.sequence
 
     @property
     def priority(self) -> int:
-        """Larger ones go first."""
+        """Requests of larger priority run first."""
         return self._request.priority
 
     @property
     def times(self) -> RequestTimes:
-        """When things happened."""
+        """Times of submission, tokens and end."""
         return self._request.times
 
-    # What can be done with it -----------------------------------------------------------------
+    # Actions ----------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """End it before its next token; its tokens stay. Does nothing where it has ended.
+        """End the request before its next token; its tokens stay. Does nothing if it has ended.
 
-        `finish_reason` says so at once; a step that is under way may still append a token.
+        `finish_reason` changes at once; a step under way may still append a token.
         """
         self._request.abort()
 
     def watch(self, call: Callable[[], object]) -> None:
-        """Call something after each step that made tokens of this request, and at its end.
+        """Set a function to call after each step that made tokens of this request, and at its end.
 
-        It is called in the thread that makes the step, and must not call this context: let it
-        wake another thread or an event loop.
+        It runs in the thread that makes the step and must not call this context; use it to wake
+        another thread or an event loop.
         """
         self._request.watch(call)
 
     def wait(self) -> Self:
-        """Wait until it has ended, making steps if no other thread does; raises its error."""
+        """Wait for the end, making steps if no other thread does; raise the request's error."""
         for _ in self:
             pass
         return self
 
     def stream(self) -> HandleStream:
-        """Return an iterator over its text, as soon as it is certain; for ``async for``, too.
+        """Return an iterator over its text as soon as it is certain; also for ``async for``.
 
-        Whole characters only, and nothing of a stop string.
+        Yields whole characters only, and no part of a stop string.
         """
         return HandleStream(self)
 
@@ -159,12 +157,12 @@ class GenerationHandle:
 
 
 def handle_of(request: GenerationRequest) -> GenerationHandle | None:
-    """Return a new handle of a request whose own was dropped; None where that has ended it."""
+    """Return a new handle of a request whose handle was dropped; None if that has ended it."""
     return None if request.is_owned else GenerationHandle(request)
 
 
 class _AsyncTokens:
-    """The tokens of a handle in an event loop; leaving them early aborts the request."""
+    """Tokens of a handle in an event loop; leaving the loop early aborts the request."""
 
     __slots__ = ("_handle", "_i", "_is_over")
 
@@ -175,7 +173,7 @@ class _AsyncTokens:
         return self
 
     async def __anext__(self) -> int:
-        import asyncio  # callers have it already; for others it is a tenth of the import
+        import asyncio  # here, because it is a tenth of the package's import time
 
         request = self._handle._request
         token: int | None
@@ -199,7 +197,7 @@ class _AsyncTokens:
 
 
 class HandleStream:
-    """The text of a handle, piece by piece: made by `GenerationHandle.stream`.
+    """The text of a handle, piece by piece; returned by `GenerationHandle.stream`.
 
     Leaving an ``async for`` over it early aborts the request.
     """
@@ -212,7 +210,7 @@ class HandleStream:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """How the generation ended; None before."""
+        """Why the request ended; None while it runs."""
         return self._handle.finish_reason
 
     def _new(self) -> str:

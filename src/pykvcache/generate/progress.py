@@ -1,4 +1,4 @@
-"""A progress bar for many requests, where stderr is a terminal."""
+"""A progress bar for many requests, if stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["watching"]
 
 @contextmanager
 def watching(count: Callable[[], int], progress: bool | None) -> Iterator[Callable[[], None]]:
-    """Give a function that shows how many requests have ended, of which `count` are left."""
-    # A process may have no stderr: then it is None.
+    """Yield a function that updates the bar; `count` returns the number of unfinished requests."""
+    # sys.stderr is None in a process without one.
     terminal = sys.stderr is not None and sys.stderr.isatty()
     if progress is False or (progress is None and not terminal):
         yield lambda: None
@@ -32,7 +32,7 @@ def watching(count: Callable[[], int], progress: bool | None) -> Iterator[Callab
         def look() -> None:
             nonlocal left, total
             before, left = left, count()
-            total += max(0, left - before)  # others came
+            total += max(0, left - before)  # new requests
             bar.update(task, completed=total - left, total=total)
 
         yield look

@@ -1,4 +1,4 @@
-"""One request of a BatchGenerator: its tokens, its text, and how it ended."""
+"""GenerationRequest: one request of a BatchGenerator, with its tokens, text and end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FinishReason", "GenerationRequest", "RequestTimes"]
 
-# Stubtest takes a Literal of several for no union.
+# Written as a union for stubtest.
 FinishReason = (
     Literal["stop"] | Literal["length"] | Literal["full"] | Literal["aborted"] | Literal["error"]
 )
@@ -31,16 +31,16 @@ FinishReason = (
 
 @dataclass
 class RequestTimes:
-    """When things happened, by ``time.perf_counter()``, in seconds.
+    """Times of a request, by ``time.perf_counter()``, in seconds.
 
     Attributes
     ----------
     queued
-        When it was submitted.
+        Submission.
     tokens
-        When each token was chosen; the first is the time to the first token.
+        Choice of each token; the first gives the time to first token.
     finished
-        When it ended; None before.
+        End; None before.
     """
 
     queued: float = field(default_factory=time.perf_counter)
@@ -49,22 +49,22 @@ class RequestTimes:
 
     @property
     def first_token(self) -> float | None:
-        """When the first token was chosen; None before."""
+        """Time of the first token; None before."""
         return self.tokens[0] if self.tokens else None
 
 
 class Driver(Protocol):
-    """What a request needs of the `BatchGenerator` that makes its tokens."""
+    """The interface of `BatchGenerator` that a request uses."""
 
     def _wait_for(self, request: GenerationRequest, i: int) -> int | None:
-        """Return token i of a request, making steps if need be; None where it ended before."""
+        """Return token i of a request, making steps if needed; None if it ended before."""
 
     def _end_aborted(self) -> None:
-        """End what was aborted: now, or in the step that is under way."""
+        """End aborted requests, now or in the step under way."""
 
 
 class GenerationRequest:
-    """A generation as its generator sees it; users hold a `GenerationHandle`, which can be dropped.
+    """A request inside its generator; users have a `GenerationHandle`, which can be dropped.
 
     Parameters
     ----------
@@ -73,13 +73,13 @@ class GenerationRequest:
     sequence
         The sequence it continues.
     max_tokens
-        Tokens to generate at most.
+        Maximum number of new tokens.
     sampler, stop, n_logprobs, priority
-        As for `BatchGenerator.submit`.
+        As in `BatchGenerator.submit`.
     order
-        Requests that came earlier have a smaller one.
+        Number in order of submission.
     owns
-        Whether the sequence is closed at the end.
+        Whether to close the sequence at the end.
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class GenerationRequest:
         self._cells = sequence._cells
         self._stop = stop
         self._stream = TextStream(stop.strings)
-        self._seen = 0  # tokens that `_look` has looked at
+        self._seen = 0  # tokens that `_look` has processed
         self._text: str | None = None
-        # How many tokens `text` has read, their text, and where it stands: replaced as one.
+        # Number of tokens read by `text`, their text, and the decoder's state; replaced together.
         self._shown = 0, "", TextState()
         self._lane = lib.Lane(
             sequence._cells.ledger,
@@ -117,7 +117,7 @@ class GenerationRequest:
         self._order = order
         self._owns = owns
         self._siblings: list[GenerationRequest] = []
-        #: The object that the user holds; None where it was dropped.
+        #: The user's handle; None once dropped.
         self.handle: Callable[[], GenerationHandle | None] = lambda: None
         self._tokens = self._lane.tokens
         self._logprobs: list[dict[int, float]] = []
@@ -127,19 +127,19 @@ class GenerationRequest:
         self._watchers: tuple[Callable[[], object], ...] = ()
         self.times = RequestTimes(tokens=self._lane.times)
 
-    # What has come of it ----------------------------------------------------------------------
+    # Results ----------------------------------------------------------------------------------
 
     @property
     def tokens(self) -> IntArray:
-        """The new tokens, so far; int32, shape (n,), a copy."""
+        """The new tokens so far, a copy: int32, shape (n,)."""
         return np.array(self._tokens, np.int32)
 
     @property
     def text(self) -> str:
-        """The text of the new tokens, so far; it ends before a stop string.
+        """The text of the new tokens so far; it ends before a stop string.
 
-        Characters whose bytes are not all there are left out until the end. Read it once before
-        the model is closed: the whole text is kept then.
+        Incomplete characters are omitted until the end. To read it after the model is closed, read
+        it once before.
         """
         if self._text is None:
             is_whole = self._finish is not None
@@ -150,7 +150,7 @@ class GenerationRequest:
         return self._text
 
     def _read_text(self, is_whole: bool) -> str:
-        """Return the text so far; only tokens that are new since the last time are read."""
+        """Return the text so far; reads only tokens that are new since the last call."""
         n, text, state = self._shown
         tokens, rules, parts = self._tokens[n:], self._stream.rules, [text]
         for token in tokens:
@@ -164,67 +164,67 @@ class GenerationRequest:
 
     @property
     def logprobs(self) -> list[dict[int, float]]:
-        """For each token the log-probabilities that the model gave, by token id; a copy.
+        """The model's log probabilities for each token, as dicts by token id; a copy.
 
-        The ``logprobs`` likeliest, and the one that was chosen; empty if none were asked for.
+        Contains the ``logprobs`` likeliest tokens and the chosen one; empty if not requested.
         """
         return [dict(one) for one in self._logprobs]
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """How it ended; None while it runs.
+        """Why the request ended; None while it runs.
 
-        ``"stop"`` (an end-of-generation token, or a stop), ``"length"`` (``max_tokens``),
-        ``"full"`` (it has all the room that there is), ``"aborted"``, ``"error"`` (see `error`).
+        ``"stop"`` (an end-of-generation token or a stop), ``"length"`` (``max_tokens``),
+        ``"full"`` (no room in the context), ``"aborted"``, ``"error"`` (see `error`).
         """
         return "aborted" if self._finish is None and self._abort else self._finish
 
     @property
     def error(self) -> Exception | None:
-        """What ended it with ``"error"``; iterating raises it."""
+        """The exception behind ``"error"``; iterating raises it."""
         return self._error
 
     @property
     def sequence(self) -> LlamaSequence:
-        """The sequence it continues; closed at the end unless it was the submitted one."""
+        """The sequence of the request; closed at the end unless the caller submitted it."""
         return self._sequence
 
     @property
     def priority(self) -> int:
-        """Larger ones go first."""
+        """Requests of larger priority run first."""
         return self._priority
 
     def abort(self) -> None:
-        """End it before its next token; its tokens stay. Does nothing where it has ended."""
+        """End the request before its next token; its tokens stay. Does nothing if it has ended."""
         if self._finish is None and not self._abort:
             self._abort = True
             self._driver._end_aborted()
 
     @property
     def is_owned(self) -> bool:
-        """Whether the request made its sequence itself, so that only its handle refers to it."""
+        """Whether the request created its sequence, so that only its handle refers to it."""
         return self._owns
 
     @property
     def n_tokens(self) -> int:
-        """How many new tokens there are so far."""
+        """Number of new tokens so far."""
         return len(self._tokens)
 
     @property
     def n_logprobs(self) -> int:
-        """How many of the likeliest tokens are noted for each."""
+        """Number of likeliest tokens recorded for each token."""
         return self._n_logprobs
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended it; None where it ended otherwise."""
+        """The stop string that ended the request, or None."""
         return self._stream.stopped
 
     def watch(self, call: Callable[[], object]) -> None:
-        """Call something after each step that made tokens of this request, and at its end.
+        """Set a function to call after each step that made tokens of this request, and at its end.
 
-        It is called in the thread that makes the step, and must not call this context: let it
-        wake another thread or an event loop.
+        It runs in the thread that makes the step and must not call this context; use it to wake
+        another thread or an event loop.
         """
         self._watchers += (call,)
         if self._tokens or self._finish is not None:
@@ -235,7 +235,7 @@ class GenerationRequest:
             call()
 
     def token(self, i: int) -> int | None:
-        """Return token i, making steps if no other thread does; None where it ended before."""
+        """Return token i, making steps if no other thread does; None if it ended before."""
         return self._driver._wait_for(self, i)
 
     def __repr__(self) -> str:
@@ -245,10 +245,10 @@ class GenerationRequest:
     # For the generator ------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Look at the last tokens, which may be the end."""
+        """Process new tokens, and end the request if one of them ends it."""
         try:
             self._read()
-        except ClosedError as error:  # the model was closed: its tokens have no text
+        except ClosedError as error:  # the model is closed, so tokens cannot become text
             self._end("error", error)
             return
         lane, tokens = self._lane, self._tokens
@@ -264,7 +264,7 @@ class GenerationRequest:
             self._end("length")
 
     def _read(self) -> None:
-        """Search the new tokens for stop strings, and make their log-probabilities."""
+        """Search the new tokens for stop strings, and record their log probabilities."""
         tokens, rows = self._tokens, self._lane.rows
         for i in range(self._seen, len(tokens)):
             if self._n_logprobs and len(self._logprobs) == i:
@@ -278,9 +278,9 @@ class GenerationRequest:
     def _end(self, reason: FinishReason, error: Exception | None = None) -> None:
         if self._finish is None:
             if self._abort and reason != "error":
-                reason = "aborted"  # as it says already
+                reason = "aborted"  # `finish_reason` already says so
             if self._stop.strings:
-                with contextlib.suppress(ClosedError):  # the model's: its text is gone
+                with contextlib.suppress(ClosedError):  # the model is closed
                     self._text = self._read_text(True)
             self._error = error
             self.times.finished = time.perf_counter()

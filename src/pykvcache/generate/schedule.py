@@ -1,4 +1,4 @@
-"""Which requests run, wait, or are parked when cells or ids run out."""
+"""Schedule: decides which requests run, wait, or are parked when cells or ids run out."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pykvcache.sequence.pool import SequencePool, Stage
 
 __all__ = ["Schedule"]
 
-#: So many shared tokens are worth waiting for: others evaluate them in one step.
+#: Minimum number of shared tokens for which a request waits until another has evaluated them.
 SHARED = 16
-#: Cells that each running sequence should find free when one more joins: fewer comings and goings.
+#: Free cells per running sequence required to admit another one; reduces parking.
 HEADROOM = 16
 
 
 def rank(handle: GenerationRequest) -> tuple[int, int]:
-    """Return what orders handles: larger priority first, then first come."""
+    """Return the sort key: larger priority first, then order of submission."""
     return -handle._priority, handle._order
 
 
 def missing(handle: GenerationRequest) -> int:
-    """Return how many cells a request needs that it does not hold."""
+    """Return the number of cells that a request still needs."""
     cells = handle._cells
     ledger = cells.ledger
     if cells.seq_id is None:
@@ -37,8 +37,8 @@ def missing(handle: GenerationRequest) -> int:
 class Schedule:
     """The requests of one generator. The pool's lock is held.
 
-    Within a step those that run are pinned: the pool parks none of them for another sequence.
-    Between two steps they are idle like any other sequence.
+    During a step running requests are pinned: the pool parks none of them for another sequence.
+    Between steps they are idle like any other sequence.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Schedule:
         self.max_sequences = max_sequences
         self.waiting: list[GenerationRequest] = []
         self.running: list[GenerationRequest] = []
-        #: On within a step: nobody who runs, or starts, is parked then.
+        #: On during a step, so that no running or starting request is parked.
         self.stage = Stage()
         self._sought: list[Request] = []
 
@@ -62,15 +62,15 @@ class Schedule:
         return len(self.waiting) + len(self.running)
 
     def count(self) -> int:
-        """Return how many requests are left, samples that wait for their prompt too."""
+        """Return the number of unfinished requests and of samples that wait for their prompt."""
         return sum(1 + len(handle._siblings) for handle in (*self.waiting, *self.running))
 
     def add(self, handle: GenerationRequest) -> None:
-        """Let a request wait for its turn."""
+        """Add a request to the waiting ones."""
         insort(self.waiting, handle, key=rank)
 
     def admit(self) -> None:
-        """Start the waiting requests that are first in order and fit."""
+        """Start waiting requests, in order, as long as they fit."""
         i = 0
         while i < len(self.waiting):
             head = self.waiting[i]
@@ -88,7 +88,7 @@ class Schedule:
                 self.suspend(last)
                 i = self.waiting.index(head)
                 continue
-            # Running before it is attached: what it needs then is parked for it.
+            # Marked as running before it gets cells, so that idle sequences are parked for it.
             if cached is not None and self.cache is not None:
                 self.cache.renew(cached)
             head._cells.stage = self.stage
@@ -96,27 +96,27 @@ class Schedule:
             del self.waiting[i]
             if head._cells.needs_points:
                 for other in self.waiting:
-                    self._waits_for_prefix(other)  # notes where they part
+                    self._waits_for_prefix(other)  # records where they part
 
     def cached(self, handle: GenerationRequest) -> Request | None:
-        """Return what the cache notes of a handle's sequence; None where it is none of a cache."""
+        """Return the cache's record of a request's sequence; None without a cache."""
         return None if self.cache is None else request_of(handle._sequence)
 
-    # Tiers: a request waits for them without standing in anybody's way ----------------------------
+    # Tiers: waiting for them blocks no other request ----------------------------------------------
 
     def _seeking(self) -> list[Request]:
-        """Return the sequences for which tiers are being searched."""
+        """Return the requests for which tiers are being searched."""
         self._sought = [one for one in self._sought if one.search is not None]
         return self._sought
 
     def seek(self, handle: GenerationRequest) -> None:
-        """Let the tiers be searched for a new request, unless it waits for another one."""
+        """Search the tiers for a new request, unless it waits for another request's prefix."""
         cached = self.cached(handle)
         if cached is not None and not self._waits_for_prefix(handle):
             self._is_ready(cached)
 
     def _is_ready(self, cached: Request) -> bool:
-        """Whether a request need not wait for tiers; as many are searched for as can run."""
+        """Return whether tiers are done with a request; search for at most as many as can run."""
         cache = self.cache
         if cache is None or not cache.has_tiers:
             return True
@@ -124,36 +124,36 @@ class Schedule:
             return cache.is_ready(cached)
         if len(self._seeking()) >= self.max_sequences:
             return False
-        cache.renew(cached)  # others may have evaluated it since it came
+        cache.renew(cached)  # its prefix may have been evaluated since
         cache.seek(cached)
         self._sought.append(cached)
         return cache.is_ready(cached)
 
     @property
     def is_taken(self) -> bool:
-        """Whether all places are taken, by requests that nobody who waits may push aside."""
+        """Whether all places are taken by requests of no lower priority than the waiting ones."""
         if len(self.running) < self.max_sequences or self.cache is not None:
             return False
         return not self.waiting or self.waiting[0]._priority <= self.running[-1]._priority
 
     @property
     def is_arrival(self) -> bool:
-        """Whether a request need not wait for tiers any more."""
+        """Whether a search of tiers has finished."""
         cache = self.cache
         return cache is not None and any(
             one.search is not None and not one.search.left for one in self._seeking()
         )
 
     def await_tiers(self) -> bool:
-        """Wait a moment where nobody runs, and tiers are being searched; without the lock.
+        """Wait for tiers for at most 5 ms if no request runs; without the lock.
 
         Returns
         -------
         bool
-            Whether somebody may run now.
+            Whether a request may be able to run now.
         """
         cache = self.cache
-        # The list itself changes with the lock held only.
+        # The list is changed only under the lock.
         seeking = [one for one in self._sought if one.search is not None]
         if self.running or cache is None or not seeking:
             return False
@@ -162,12 +162,12 @@ class Schedule:
         return True
 
     def _waits_for_prefix(self, head: GenerationRequest) -> bool:
-        """Whether a request that runs, or is searched for, evaluates the prefix of this one."""
+        """Return whether another request is evaluating, or searching for, a prefix of this one."""
         mine = self.cached(head)
         if mine is None or self.cache is None:
             return False
         size, own = self.cache.block_size, mine.cells.ledger
-        # States that cannot be cut are taken at the ends of blocks.
+        # States, which cannot be truncated, are taken at the ends of blocks.
         least = size if mine.cells.needs_points else min(size, SHARED)
         running = [one for handle in self.running if (one := self.cached(handle)) is not None]
         for other in (*running, *self._seeking()):
@@ -179,7 +179,7 @@ class Schedule:
             ):
                 same = common_prefix(theirs.part(0, len(theirs)), own.part(0, len(own)))
                 if theirs.n_evaluated < same and same - own.n_evaluated >= least:
-                    # Where they part, what cannot be rewound is wanted.
+                    # Take a state where they part.
                     other.cells.branches.add(same)
                     return True
         return False
@@ -189,7 +189,7 @@ class Schedule:
             return False
         if not self.ctx.kv_unified or self.ctx.memory_kind == "recurrent":
             return True
-        # What those that run have still to evaluate, or to be put back, is theirs already.
+        # Cells that running requests still need are reserved for them.
         needed = sum(map(missing, self.running), missing(head)) + HEADROOM * len(self.running)
         free = self.ctx.n_ctx - self.ctx.n_cells_used
         if needed <= free:

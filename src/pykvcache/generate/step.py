@@ -1,4 +1,4 @@
-"""One decode for all that run: which tokens go in, and what their logits become."""
+"""Stepper: one decode for all running requests."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["Stepper"]
 
 
 class Share(NamedTuple):
-    """What one sequence has in a batch: its tokens up to ``end``, with logits if that is all."""
+    """A sequence's part of a batch: tokens up to ``end``, with logits if none is left."""
 
     handle: GenerationRequest
     end: int
-    row: int  # index in the batch of the last token; -1 where no logits are wanted
+    row: int  # batch index of the last token; -1 if no logits are wanted
 
 
 class Stepper:
-    """Makes a batch of what is pending, decodes it and hands the logits out.
+    """Makes a batch of pending tokens, decodes it and passes the logits to the requests.
 
-    Those whose sequences wait for one token and were touched by nobody go into one call of the
-    compiled layer, which verifies that, decodes, chooses and appends; Python collects the parts of
-    prompts that are decoded beside them. Where nothing joins or leaves, the call is the whole step.
+    Unchanged sequences that lack one token go into a single call of the compiled layer, which
+    verifies that, decodes, chooses and appends. Python collects the parts of prompts for the same
+    decode. If no request joins or leaves, that call is the whole step.
     """
 
     def __init__(self, schedule: Schedule, n_chunk: int) -> None:
@@ -38,22 +38,22 @@ class Stepper:
         self._native = ctx.native
         self._n_batch = ctx.n_batch
         self._most = schedule.pool.most_tokens
-        self.aborted = False  # whether a handle was, of those that wait perhaps
+        self.aborted = False  # whether to look for aborted requests
         self._rows = lib.Rows(max(16, schedule.max_sequences), 1)
-        self._looks: list[GenerationRequest] = []  # those whose last token is to be looked at
-        # Those that made the last step and will make the next one, if nothing comes between.
+        self._looks: list[GenerationRequest] = []  # requests that may have ended
+        # The requests of the last step, reused for the next one if nothing changes.
         self._owners: tuple[GenerationRequest, ...] = ()
         self._lanes: tuple[lib.Lane, ...] = ()
         self._cells: tuple[SequenceCells, ...] = ()
         self._n_waiting = 0
-        self._turns = 0  # of the pool, after the last step
+        self._turns = 0  # the pool's turn counter after the last step
 
     def step(self) -> list[tuple[GenerationRequest, int]]:
-        """Make one decode; return the tokens that came of it."""
+        """Make one decode; return the new tokens."""
         schedule = self._schedule
         if self._looks:
             self._look()
-        # A step of a small model takes 30 us in all: nothing is called that will find nothing.
+        # A step of a small model takes 30 us in all, so avoid needless calls.
         if (
             self._owners
             and not self.aborted
@@ -74,14 +74,14 @@ class Stepper:
         return made
 
     def _may_join(self) -> bool:
-        """Whether somebody came since the last step who may have a place."""
+        """Return whether a new request may be able to run."""
         if self._schedule.is_taken:
             self._n_waiting = len(self._schedule.waiting)
             return False
         return True
 
     def _step_together(self) -> list[tuple[GenerationRequest, int]] | None:
-        """Make a step where nothing has changed; None, and nothing done, where something has."""
+        """Repeat the last step's requests; return None and do nothing if any has changed."""
         pool, looks = self._schedule.pool, self._looks
         try:
             found = self._native.step(self._lanes, self._owners, looks)
@@ -94,7 +94,7 @@ class Stepper:
         if found is None:
             return None
         if pool.turns != self._turns + 1:
-            # Others were used between the steps: these were used last.
+            # Other sequences were used between the steps; mark these as the latest.
             pool.touch_all(self._cells)
         pool.count_step(self._cells)
         if looks:
@@ -105,7 +105,7 @@ class Stepper:
         return found[0]
 
     def _look(self) -> None:
-        """Look at requests whose last token may be the end."""
+        """Process requests that may have ended."""
         while self._looks:
             handle = self._looks[-1]
             handle._look()
@@ -130,12 +130,12 @@ class Stepper:
                 if not shares and not ready:
                     return made
                 done = self._decode(ready, shares, made)
-                together = False  # they did not fit in one call, or were changed this very moment
+                together = False  # too many for one call, or changed concurrently
             except NoKvCacheSlot as error:
                 if not schedule.make_room():
                     self._refuse(schedule.running[0], error)
         schedule.pool.count_step(tuple([h._cells for h in schedule.running]))
-        # Who waits could not come before; nothing has changed since, and no prompt was evaluated.
+        # Waiting requests did not fit before; they do not fit now if nothing has changed.
         unchanged = (schedule.running, schedule.waiting) == before and len(self._rows) == len(
             shares
         )
@@ -144,7 +144,7 @@ class Stepper:
         return made
 
     def _ready(self) -> list[GenerationRequest]:
-        """Return the requests that wait for one token and were not changed from outside."""
+        """Return the unchanged requests that lack one token."""
         able = [handle for handle in self._schedule.running if not handle._siblings]
         others = self._native.not_ready([handle._lane for handle in able], able)
         ready = [handle for handle in able if handle not in others] if others else able
@@ -152,7 +152,7 @@ class Stepper:
         return ready[: self._n_batch]
 
     def _regroup(self) -> None:
-        """Let the next step be one call, which looks itself whether all wait for one token."""
+        """Prepare the next step as a single call, which verifies the requests itself."""
         running = self._schedule.running
         if any([handle._siblings for handle in running]):
             return
@@ -162,7 +162,7 @@ class Stepper:
         self._n_waiting = len(self._schedule.waiting)
 
     def _ungroup(self) -> None:
-        """Let the next step look at everything; nobody who has ended is kept for it."""
+        """Let the next step examine all requests, and drop references to ended ones."""
         self._owners, self._lanes, self._cells = (), (), ()
 
     # In -----------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class Stepper:
         made: list[tuple[GenerationRequest, int]],
         ready: list[GenerationRequest],
     ) -> list[Share]:
-        """Fill the batch: first who generates, one token each, then parts of prompts."""
+        """Fill the batch: first generating requests, one token each, then parts of prompts."""
         self._rows.clear()
         shares, prompts = [], []
         room = self._n_batch - len(ready)
@@ -239,7 +239,7 @@ class Stepper:
         shares: list[Share],
         made: list[tuple[GenerationRequest, int]],
     ) -> bool:
-        """Decode and hand out tokens; False, and nothing done, where that cannot be done so."""
+        """Decode and distribute tokens; return False and do nothing if the call is refused."""
         self._check_room(len(self._rows) + len(ready))
         prompts = [s for s in shares if _is_part(s.handle._cells, s.end)]
         for share in shares:
@@ -274,7 +274,7 @@ class Stepper:
         return True
 
     def _check_room(self, n: int) -> None:
-        """Find out before computing: a window that searches for room in vain may lose cells."""
+        """Check for free cells first: a failed search for room may cost a window its cells."""
         ctx = self._schedule.ctx
         if ctx.kv_unified and ctx.memory_kind != "recurrent" and ctx.n_cells_used + n > ctx.n_ctx:
             free = max(ctx.n_ctx - ctx.n_cells_used, 0)
@@ -291,7 +291,7 @@ class Stepper:
     def _advance(
         self, handle: GenerationRequest, row: Row, made: list[tuple[GenerationRequest, int]]
     ) -> None:
-        """Let a request choose its next token; a failure ends this request alone."""
+        """Let a request choose its next token; an error ends only this request."""
         handle._sequence._evaluated(row)
         while handle._siblings:
             sibling = handle._siblings[0]
@@ -319,20 +319,20 @@ class Stepper:
         self._look()
 
     def _branch(self, handle: GenerationRequest, sibling: GenerationRequest) -> bool:
-        """Let another sample begin with what was evaluated for this one; tell whether it is all."""
+        """Fork the evaluated prompt to another sample; return False if it cannot be used."""
         mine, other = handle._cells, sibling._cells
         n = len(mine.ledger)
         if sibling._lane.tokens or sibling._finish is not None:
-            return False  # it has been here, before something failed
+            return False  # already done, before an error
         if other.seq_id is not None or other.state is not None:
             other.release()
         if not np.array_equal(mine.ledger.part(0, n), other.ledger.part(0, len(other.ledger))):
-            return False  # the prompt was edited meanwhile
+            return False  # the prompt was edited
         mine.fork_into(other, n)
         return True
 
     def drop_aborted(self) -> None:
-        """End those that were aborted; `abort` marks the request first, and then tells of it."""
+        """End aborted requests. `abort` marks the request first, then sets `aborted`."""
         if not self.aborted:
             return
         self.aborted = False
@@ -359,7 +359,7 @@ class Stepper:
         *,
         alone: bool = False,
     ) -> None:
-        """End a request; `alone`: the other samples of its prompt go on, the next one first."""
+        """End a request; `alone`: the other samples of its prompt continue."""
         siblings = handle._siblings
         if alone and siblings:
             first, *first._siblings = siblings
@@ -374,33 +374,33 @@ class Stepper:
         self._schedule.remove(handle)
 
     def _refuse(self, handle: GenerationRequest, error: NoKvCacheSlot) -> None:
-        """End the only request that runs, for which there is no room."""
+        """End the only running request, for which there is no room."""
         if handle._cells.seq_id is None:
-            self._end(handle, "error", error)  # ids and cells that somebody uses by hand
+            self._end(handle, "error", error)  # the caller uses ids or cells by hand
         else:
             self._end(handle, "full")
 
     def abort_all(self, error: DecodeAborted) -> None:
-        """End all running requests, after an aborted decode that no caller waits for."""
+        """End all running requests after an aborted decode of the background thread."""
         for handle in list(self._schedule.running):
             self._end(handle, "aborted", error)
 
     def fail_all(self, error: Exception) -> None:
-        """End everything with an error that concerns them all."""
+        """End all requests with an error."""
         for handle in [*self._schedule.running, *self._schedule.waiting]:
             self._end(handle, "error", error)
 
     def close(self) -> None:
-        """End everything that is left."""
+        """Abort all requests."""
         for handle in [*self._schedule.running, *self._schedule.waiting]:
             self._end(handle, "aborted")
 
 
 def _end_of_part(cells: SequenceCells, end: int, room: int) -> int:
-    """Return where a part ends that could end at ``end``, with room for so many tokens.
+    """Return the end of a part of a prompt, at most ``end``, with room for `room` tokens.
 
-    A last token alone would look like one that was generated, and leave no checkpoint: it goes
-    with the part before it, or with the token before it.
+    A single last token would look like a generated one and leave no checkpoint, so it is joined
+    with the part or token before it.
     """
     begin, n = cells.ledger.n_evaluated, len(cells.ledger)
     end = min(end, cells.next_stop(n))
@@ -412,6 +412,6 @@ def _end_of_part(cells: SequenceCells, end: int, room: int) -> int:
 
 
 def _is_part(cells: SequenceCells, end: int) -> bool:
-    """Whether tokens up to ``end`` are part of a prompt after which a checkpoint is taken."""
+    """Return whether a checkpoint is taken after tokens up to ``end``."""
     begin, n = cells.ledger.n_evaluated, len(cells.ledger)
     return cells.needs_points and (end - begin > 1 or (n - begin > 1 and end == cells.next_stop(n)))

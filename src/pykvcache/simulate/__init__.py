@@ -1,16 +1,16 @@
-"""Replay traces of prompts against policies of eviction, without a model.
+"""Replay traces of prompts against eviction policies, without a model.
 
 =================  ================================================================
 `traces.py`        `Trace`, and readers of the formats
-`workloads.py`     made-up traces, for every way in which prompts share beginnings
-`record.py`        a cache's own lookups as a trace
-`replay.py`        one trace, one policy, one size: how many tokens were there
-`clairvoyant.py`   the most that any policy could have found
-`report.py`        many of them: a table, a picture
+`workloads.py`     synthetic traces, one for each way in which prompts share prefixes
+`record.py`        records a cache's lookups as a trace
+`replay.py`        replays one trace with one policy and one size
+`clairvoyant.py`   upper bound of all policies
+`report.py`        compares policies: tables and pictures
 `__main__.py`      ``python -m pykvcache.simulate TRACE ...``
 =================  ================================================================
 
-The tree and the policies are those of the cache. No model is needed, and no compiled layer.
+Uses the cache's own tree and policies. Needs no model and no compiled layer.
 """
 
 from pykvcache.simulate.clairvoyant import most_hits

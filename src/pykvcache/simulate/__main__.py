@@ -1,4 +1,4 @@
-"""``python -m pykvcache.simulate TRACE ...``: a table for each trace, and a picture."""
+"""``python -m pykvcache.simulate TRACE ...``: a table for each trace, and optionally a picture."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def _n_processors() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pykvcache.simulate",
-        description="Replay traces against policies of eviction: prompt tokens found, in %.",
+        description="Replay traces against eviction policies; print hit rates in % of tokens.",
     )
     parser.add_argument(
         "traces",
         nargs="+",
         metavar="TRACE",
-        help="JSON lines, plain or gzip; or made up: workload:NAME, of "
+        help="JSON lines, plain or gzip; or a synthetic workload: workload:NAME with NAME one of "
         f"{', '.join(WORKLOADS)}, or workload:all",
     )
     parser.add_argument(
@@ -49,16 +49,16 @@ def _parser() -> argparse.ArgumentParser:
         action="extend",
         type=float,
         metavar="PERCENT",
-        help="of the blocks that a cache without limit would hold (1 5 10 25)",
+        help="cache sizes in %% of the blocks of an unlimited cache (1 5 10 25)",
     )
     parser.add_argument(
-        "--block-size", type=int, metavar="TOKENS", help="default: what the lengths tell"
+        "--block-size", type=int, metavar="TOKENS", help="default: derived from the lengths"
     )
     parser.add_argument(
-        "--jobs", type=int, default=_n_processors(), help="processes (one for each processor)"
+        "--jobs", type=int, default=_n_processors(), help="processes (default: one per processor)"
     )
-    parser.add_argument("--prompts", type=int, default=4000, help="of what is made up (4000)")
-    parser.add_argument("--plot", metavar="FILE", help="draw it, too: .svg, .png (matplotlib)")
+    parser.add_argument("--prompts", type=int, default=4000, help="of a synthetic workload (4000)")
+    parser.add_argument("--plot", metavar="FILE", help="draw a picture: .svg, .png (matplotlib)")
     return parser
 
 
@@ -68,7 +68,7 @@ def _paths(traces: Sequence[str]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, or 1 after a failure, which is one line on stderr."""
+    """Run the command; return 0, or 1 after an error, printed as one line on stderr."""
     options = _parser().parse_args(argv)
     policies, sizes = options.policy or list(POLICIES), options.size or [1, 5, 10, 25]
     reports = []

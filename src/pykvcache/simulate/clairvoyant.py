@@ -1,4 +1,4 @@
-"""The bound: what a cache could find that knew the future."""
+"""Upper bound: the hit rate of a cache that knows the future."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ BOUND = "bound"
 
 
 def most_hits(trace: Trace, n_blocks: int) -> Result:
-    """Return what Belady's rule finds, adapted to trees: no policy finds more blocks.
+    """Replay with Belady's rule, adapted to trees: no policy finds more blocks.
 
-    After each prompt the blocks stay that are used soonest, of those there and the prompt's own; a
-    block may be declined. A block is used whenever one after it is, so among equals the deeper ones
-    leave first, and what stays is a tree.
+    After each prompt, of the cached blocks and the prompt's own, the blocks that are used soonest
+    stay; a new block may be refused. A block is used whenever a later one is, so of equals the
+    deepest are evicted first, and the cached blocks form a tree.
 
     Parameters
     ----------
     trace
         The prompts.
     n_blocks
-        Size of the cache.
+        Size of the cache in blocks.
     """
     check_trace(trace)
     n_blocks = as_int(n_blocks, "n_blocks", 0)
     uses = _next_uses(trace)
-    kept: dict[int, int] = {}  # block: the prompt that uses it next
-    # The latest next use first, of those the deepest; entries that are out of date are skipped.
+    kept: dict[int, int] = {}  # block: next prompt that uses it
+    # Latest next use first, then deepest; stale entries are skipped.
     farthest: list[tuple[int, int, int]] = []
     hits = 0
     for ids, length, following in zip(trace.prompts, trace.lengths, uses, strict=True):
@@ -53,7 +53,7 @@ def most_hits(trace: Trace, n_blocks: int) -> Result:
 
 
 def _next_uses(trace: Trace) -> list[list[int | None]]:
-    """Return, for each block of each prompt, the prompt that uses it next; None for none."""
+    """Return the next prompt that uses it, for each block of each prompt; None if none does."""
     seen: dict[int, int] = {}
     found: list[list[int | None]] = []
     for at in range(len(trace.prompts) - 1, -1, -1):

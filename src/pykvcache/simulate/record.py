@@ -1,4 +1,4 @@
-"""Recording what a cache is asked for, as a trace that the simulator replays."""
+"""Record a cache's lookups as a trace for the simulator."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ __all__ = ["record"]
 
 @contextmanager
 def record(events: EventLog, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Write every prompt that a cache looks up to a file, as long as the block lasts.
+    """Write every prompt that a cache looks up to a file, during a ``with`` block.
 
-    One JSON object per line, which `read_trace` reads: names of blocks, which are hashes, and no
-    token. It takes about a microsecond per block.
+    The file has one JSON object per line, for `read_trace`. It contains block hashes, no tokens.
+    Recording takes about a microsecond per block.
 
     Parameters
     ----------
     events
         ``cache.events`` of a `PrefixCache`.
     path
-        The file, replaced if it is there; compressed where its name ends with ``.gz``.
+        The file; replaced if it exists, compressed if its name ends with ``.gz``.
 
     Raises
     ------
     OSError
-        The file cannot be written; at the end of the block, if that happened within it: what was
-        asked for since then is missing.
+        The file cannot be written. If that happens within the block, the error is raised at its
+        end, and later lookups are missing.
     ArgumentError
-        A ValueError: there can be no file of that name.
+        The path is not a valid file name (also a ValueError).
     """
     if not isinstance(events, EventLog):
         raise TypeError(f"events must be an EventLog, not {type(events).__name__}")
@@ -60,7 +60,7 @@ class _Writer:
     def __init__(self, file: IO[str]) -> None:
         self._file = file
         self.failed: list[OSError] = []
-        # Another thread may be looking something up when the block ends.
+        # Another thread may be in a lookup when the block ends.
         self._lock = threading.RLock()
 
     def note(self, lookup: Lookup) -> None:
@@ -73,7 +73,7 @@ class _Writer:
                     self.failed.append(error)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write remaining lines."""
         with self._lock:
             try:
                 self._file.close()

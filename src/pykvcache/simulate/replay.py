@@ -1,4 +1,4 @@
-"""One trace, one policy, one size: how many of the tokens were there."""
+"""Replay a trace with one policy and one size."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["Result", "replay"]
 
 @dataclass(frozen=True)
 class Result:
-    """What a replay found.
+    """The result of a replay.
 
     Attributes
     ----------
     policy : str
-        Its name.
+        Name of the policy.
     n_blocks : int
-        How many blocks the cache could hold.
+        Size of the cache in blocks.
     hit_tokens, n_tokens : int
-        Prompt tokens that were there, of all.
+        Prompt tokens that hit the cache, and all prompt tokens.
     """
 
     policy: str
@@ -35,29 +35,29 @@ class Result:
 
     @property
     def hit_rate(self) -> float:
-        """The share of prompt tokens that needed no evaluation."""
+        """Fraction of prompt tokens that hit the cache."""
         return self.hit_tokens / self.n_tokens if self.n_tokens else 0.0
 
 
 def replay(trace: Trace, policy: str | Policy, n_blocks: int) -> Result:
-    """Send a trace's prompts one after the other through a cache of so many blocks.
+    """Replay a trace's prompts one after the other through a cache of `n_blocks` blocks.
 
-    Answers are not modelled: a prompt stores its own blocks, and those before its partial last one
-    are what the next prompt can find.
+    Answers are not modelled: a prompt stores its own blocks, and the next prompt can hit all but
+    a partial last one.
 
     Parameters
     ----------
     trace
         The prompts.
     policy
-        A name, or a new object.
+        A name, or a new policy object.
     n_blocks
-        Size of the cache.
+        Size of the cache in blocks.
     """
     check_trace(trace)
     n_blocks = as_int(n_blocks, "n_blocks", 0)
     name = policy if isinstance(policy, str) else type(policy).__name__
-    # One id is one token of the tree, a block has one of them, and takes one byte.
+    # In this tree an id is a token, and a block has one token and one byte.
     tree = PrefixTree(MemoryShape(1), policy, max_bytes=n_blocks)
     hits = 0
     for ids, length in zip(trace.prompts, trace.lengths, strict=True):

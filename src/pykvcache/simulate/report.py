@@ -1,4 +1,4 @@
-"""Many replays: a table of hit rates, and a picture of them over the size."""
+"""Compare policies: tables and pictures of hit rates over cache size."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ __all__ = [
     "margin_table",
 ]
 
-#: What the default policy is measured by.
+#: Simple policies with which the default policy is compared.
 SIMPLE = ("lru", "fifo", "lfu", "slru", "s3fifo", "cost-aware")
 
 
 @dataclass(frozen=True)
 class Report:
-    """The hit rates of some policies at some sizes, on one trace.
+    """Hit rates of policies at several cache sizes, on one trace.
 
     Attributes
     ----------
     trace : Trace
-        What was replayed.
+        The replayed trace.
     shares : tuple of float
-        The sizes: shares of the blocks that a cache without limit would hold.
+        Cache sizes as fractions of the blocks of an unlimited cache.
     results : dict
-        For each policy, a result for each size; that of `BOUND` comes last.
+        For each policy, a result for each size; `BOUND` comes last.
     """
 
     trace: Trace
@@ -59,9 +59,9 @@ class Report:
         return _markdown(rows)
 
     def margins(self, policy: str = DEFAULT) -> list[float]:
-        """Return for each size by how many points a policy finds more than the best simple one.
+        """Return, for each size, a policy's lead over the best simple one in percentage points.
 
-        Of `SIMPLE`, those that were replayed.
+        The simple policies are those of `SIMPLE` that were replayed.
 
         Raises
         ------
@@ -83,7 +83,7 @@ class Report:
 
 
 def margin_table(reports: Sequence[Report], policy: str = DEFAULT) -> str:
-    """Return as Markdown by how many points a policy beats the best simple one, per trace."""
+    """Return a policy's lead over the best simple one per trace, as a Markdown table."""
     rows = [["trace", *(f"{100 * share:g} %" for share in reports[0].shares)]]
     for report in reports:
         rows.append([report.trace.name, *(f"{margin:+.1f}" for margin in report.margins(policy))])
@@ -118,7 +118,7 @@ def _share(value: object) -> float:
 
 
 def check_sizes(shares: Iterable[float], jobs: int) -> tuple[tuple[float, ...], int]:
-    """Return sizes and how many processes are to replay them; raises as `compare`."""
+    """Return sizes and number of processes; raise like `compare`."""
     jobs = as_int(jobs, "jobs", 1, 2**15)
     return tuple(map(_share, as_list(shares, "shares", "numbers"))), jobs
 
@@ -130,23 +130,23 @@ def compare(
     *,
     jobs: int = 1,
 ) -> Report:
-    """Replay a trace with every policy at every size, the bound beside them.
+    """Replay a trace with every policy at every size, and compute the bound.
 
     Parameters
     ----------
     trace
         The prompts.
     policies
-        Names, or one; default all.
+        One or more names; default all.
     shares
-        Sizes: shares of the blocks that a cache without limit would hold.
+        Cache sizes as fractions of the blocks of an unlimited cache.
     jobs
-        How many replays run at once, each in a process.
+        Number of processes, each with one replay at a time.
 
     Raises
     ------
     ValueError
-        If a policy is not known, or a size is not above 0 or not finite.
+        If a policy is unknown, or a size is not positive and finite.
     """
     check_trace(trace)
     given_names = [policies] if isinstance(policies, str | bytes) else policies
@@ -173,7 +173,7 @@ def compare(
 
 
 def check_picture(path: str | os.PathLike[str]) -> str:
-    """Return the name of a picture's file; raise as `draw` does, before anything is replayed."""
+    """Check the path of a picture before anything is replayed; raise like `draw`."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -194,19 +194,19 @@ def check_picture(path: str | os.PathLike[str]) -> str:
 
 
 def draw(reports: Sequence[Report], path: str | os.PathLike[str]) -> None:
-    """Draw hit rate over size, one picture for each trace; needs matplotlib (extra ``plot``).
+    """Draw hit rate over size, one plot per trace; needs matplotlib (extra ``plot``).
 
     Parameters
     ----------
     reports
-        What to draw.
+        The reports to draw.
     path
-        Where to: the ending says what kind of file, as ``.svg`` or ``.png``.
+        Output file; its suffix sets the format, for example ``.svg`` or ``.png``.
 
     Raises
     ------
     ValueError
-        Matplotlib has no pictures of that ending, or there are no reports.
+        Matplotlib does not support the suffix, or there are no reports.
     ImportError
         matplotlib is not installed.
     """
@@ -223,7 +223,7 @@ def draw(reports: Sequence[Report], path: str | os.PathLike[str]) -> None:
     pictures = figure.subplots(1, len(reports), squeeze=False)[0]
     for axes, report in zip(pictures, reports, strict=True):
         for i, (policy, results) in enumerate(report.results.items()):
-            # There are ten colours: the next ten have another mark.
+            # Ten colours, then another marker.
             style = "k--" if policy == BOUND else "os^D"[i // 10 % 4] + "-"
             rates = [100 * result.hit_rate for result in results]
             axes.plot([100 * share for share in report.shares], rates, style, label=policy)

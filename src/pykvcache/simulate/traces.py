@@ -1,4 +1,4 @@
-"""Traces: which blocks each prompt consists of, and the files that say so."""
+"""Traces: the blocks of each prompt, and readers of trace files."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ _BLOCK_SIZES = [2**n for n in range(15)]
 
 @dataclass(frozen=True)
 class Trace:
-    """Prompts in the order in which they came.
+    """Prompts in order of arrival.
 
     Attributes
     ----------
     name : str
-        For tables.
+        Name for tables.
     block_size : int
         Tokens per block.
     prompts : list of ndarray
-        Ids of each prompt's blocks in order, uint32; an id stands for a block and all before it.
+        Ids of each prompt's blocks in order, uint32; an id identifies a block and all before it.
     lengths : list of int
-        Tokens of each prompt. Its last block may be a part of one, and have an id or none; a prompt
-        without any id is one that no cache keeps.
+        Tokens of each prompt. A partial last block may or may not have an id; a prompt without ids
+        cannot be cached.
 
     Raises
     ------
     ValueError
-        The lengths are not those of so many blocks, or an id is not in ``[0, 2**32)``.
+        A length does not match the number of blocks, or an id is not in ``[0, 2**32)``.
     TypeError
         Ids or lengths are not integers.
     """
@@ -78,7 +78,7 @@ class Trace:
         lengths: Iterable[int] | None = None,
         block_size: int = 1,
     ) -> Trace:
-        """Make a trace of ids of any kind; without lengths, every block is full."""
+        """Make a trace from ids of any hashable type; without lengths, every block is full."""
         block_size = as_int(block_size, "block_size", 1)
         numbers: dict[Hashable, int] = {}
         arrays: list[NDArray[np.uint32]] = []
@@ -92,26 +92,26 @@ class Trace:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of all prompts."""
+        """Number of tokens of all prompts."""
         return sum(self.lengths)
 
     @property
     def n_blocks(self) -> int:
-        """Blocks of all prompts."""
+        """Number of blocks of all prompts."""
         return sum(map(len, self.prompts))
 
     def n_unique(self) -> int:
-        """Count the blocks that a cache without limit would hold."""
+        """Return the number of blocks of an unlimited cache."""
         return len(np.unique(np.concatenate(self.prompts))) if self.prompts else 0
 
     def head(self, n_prompts: int) -> Trace:
-        """Return the trace of the first prompts."""
+        """Return a trace of the first prompts."""
         n = as_int(n_prompts, "n_prompts", 0)
         return Trace(self.name, self.block_size, self.prompts[:n], self.lengths[:n])
 
 
 def check_trace(trace: Trace) -> None:
-    """Raise a TypeError unless this is a trace."""
+    """Raise TypeError unless this is a trace."""
     if not isinstance(trace, Trace):
         raise TypeError(f"trace must be a Trace, not {type(trace).__name__}")
 
@@ -119,8 +119,8 @@ def check_trace(trace: Trace) -> None:
 def read_trace(path: str | os.PathLike[str], block_size: int | None = None) -> Trace:
     """Read a trace: JSON lines, plain or gzip.
 
-    Each line is an object of one of these kinds; others, as our events of stored and removed
-    blocks, are skipped.
+    Each line is an object of one of these kinds; other objects, such as events of stored and
+    removed blocks, are skipped.
 
     - Mooncake's and Qwen-Bailian's: ``hash_ids``, ``input_length``.
     - Our own: ``type`` is ``"Lookup"``, and ``block_hashes``, ``n_tokens``, ``block_size``.
@@ -130,15 +130,15 @@ def read_trace(path: str | os.PathLike[str], block_size: int | None = None) -> T
     path
         The file.
     block_size
-        Tokens per block, where the file does not say. By default the power of two that explains
-        the lengths: 512 in Mooncake's traces, 16 in Qwen-Bailian's. The last block of a prompt may
-        be a part of one, with an id (as there) or without (as in our own).
+        Tokens per block, if not in the file. Default: the power of two that matches the lengths
+        (512 in Mooncake's traces, 16 in Qwen-Bailian's). A partial last block may have an id (as in
+        those) or none (as in ours).
 
     Raises
     ------
     ValueError
-        If a line is not such an object, has another number of ids than its length has blocks, no
-        line is a prompt, or the size of a block is not clear; or there can be no file of that name.
+        If a line is malformed, its number of ids does not match its length, no line is a prompt,
+        the block size cannot be determined, or the path is not a valid file name.
     OSError
         If the file cannot be read.
     """
@@ -185,7 +185,7 @@ def read_trace(path: str | os.PathLike[str], block_size: int | None = None) -> T
 
 
 def _as_ids(ids: Any, where: str) -> NDArray[np.uint32]:
-    """Return ids as the policies read them, 4 bytes each."""
+    """Return ids as uint32."""
     found = np.asarray(ids)
     if found.ndim == 1 and not found.size:
         return np.empty(0, np.uint32)
@@ -199,7 +199,7 @@ def _as_ids(ids: Any, where: str) -> NDArray[np.uint32]:
 
 
 def _check_length(ids: Sized, length: int, block_size: int, where: str) -> None:
-    """Raise unless a prompt of that length has so many blocks."""
+    """Raise unless a prompt of this length has `n` blocks."""
     n, full = len(ids), length // block_size
     if n and not full <= n <= -(-length // block_size):
         last = f" or {full + 1}" if length % block_size else ""
@@ -209,7 +209,7 @@ def _check_length(ids: Sized, length: int, block_size: int, where: str) -> None:
 
 def _lines(path: str) -> Iterator[tuple[int, str]]:
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
-        # It is read twice; a pipe would wait for ever, and a device may have no end.
+        # It is read twice: a pipe would block, and a device may be endless.
         raise ArgumentError(f"{path} is not a regular file", "path", path)
     with open(path, "rb") as file:
         is_packed = file.read(2) == b"\x1f\x8b"
@@ -228,7 +228,7 @@ def _lines(path: str) -> Iterator[tuple[int, str]]:
 
 
 def _prompt(line: str, where: str) -> tuple[list[Hashable], int, int | None] | None:
-    """Return ids, length and size of a block; None for a line of another kind."""
+    """Return ids, length and block size; None for a line of another kind."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -262,7 +262,7 @@ def _number(row: Mapping[str, Any], name: str, where: str, least: int) -> int:
 
 
 def _guess_block_size(prompts: list[list[Hashable]], lengths: list[int]) -> int | None:
-    """Return the power of two that explains most lengths; None if it does not explain half."""
+    """Return the power of two that matches most lengths; None if it matches less than half."""
     best, size = len(prompts) / 2, None
     for each in _BLOCK_SIZES:
         fits = sum(

@@ -1,7 +1,7 @@
-"""Made-up traces: the ways in which prompts share beginnings, each alone, and some in a row.
+"""Synthetic traces, one for each way in which prompts share prefixes, and mixtures of them.
 
-Policies are chosen and tested with them, so that none is tuned to the traces that happen to be
-public. Sizes of prompts, popularity and the order of things are drawn with a seed.
+Policies are chosen and tested with them, so that none is tuned to the few public traces. Prompt
+sizes, popularity and order are random with a seed.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from pykvcache.simulate.traces import Trace
 
 __all__ = ["WORKLOADS", "workload"]
 
-#: Ids of the blocks of one prompt, each standing for all before it, too.
+#: Block ids of one prompt, each identifying the block and all before it.
 _Ids = list[int]
 
 
 class _Draw:
-    """Random numbers and new blocks."""
+    """Source of random numbers and new blocks."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self._ids = count()
 
     def new(self, least: int, most: int) -> _Ids:
-        """Return blocks that were never there."""
+        """Return new blocks."""
         return [next(self._ids) for _ in range(self.random.randint(least, most))]
 
     def zipf(self, n: int, power: float) -> Callable[[], int]:
-        """Return what draws one of n numbers, the first ones most often."""
+        """Return a function that draws one of n numbers, small ones most often."""
         weights = [1 / (i + 1) ** power for i in range(n)]
         return lambda: self.random.choices(range(n), weights)[0]
 
@@ -42,7 +42,7 @@ class _Draw:
 def _sessions(
     draw: _Draw, rate: float, turns: float, pause: float, system: int, tenants: int = 1
 ) -> Iterator[_Ids]:
-    """Yield turns of conversations that begin at random times; people pause between turns."""
+    """Yield turns of conversations that begin at random times, with pauses between turns."""
     systems = [draw.new(system, system) for _ in range(tenants)]
     waiting: list[tuple[float, int, _Ids]] = [(0.0, -1, [])]
     number = count()
@@ -66,12 +66,12 @@ def chat(draw: _Draw) -> Iterator[_Ids]:
 
 
 def short_chat(draw: _Draw) -> Iterator[_Ids]:
-    """Yield conversations most of which end after their first turn; 20 system prompts."""
+    """Yield conversations that mostly end after the first turn; 20 system prompts."""
     return _sessions(draw, rate=1.0, turns=1.4, pause=200, system=6, tenants=20)
 
 
 def turns_in_order(draw: _Draw) -> Iterator[_Ids]:
-    """Yield groups of 48 sessions of 12 turns, each session in its turn."""
+    """Yield groups of 48 sessions of 12 turns, round-robin."""
     while True:
         texts = [draw.new(2, 12) for _ in range(48)]
         for _ in range(12):
@@ -81,7 +81,7 @@ def turns_in_order(draw: _Draw) -> Iterator[_Ids]:
 
 
 def agents(draw: _Draw) -> Iterator[_Ids]:
-    """Yield agents of some kinds: many short steps, helpers that branch off, retries."""
+    """Yield several kinds of agents: many short steps, branching helpers, retries."""
     tools = [draw.new(10, 30) for _ in range(5)]
     running: list[tuple[_Ids, int]] = []
     while True:
@@ -92,9 +92,9 @@ def agents(draw: _Draw) -> Iterator[_Ids]:
         text = text + draw.new(1, 6)
         yield text
         chance = draw.random.random()
-        if chance < 0.1:  # a step is taken again
+        if chance < 0.1:  # retry of a step
             yield text[: -draw.random.randint(1, 3)] + draw.new(1, 3)
-        elif chance < 0.2:  # a helper with the same beginning
+        elif chance < 0.2:  # helper with the same prefix
             helper = text
             for _ in range(draw.random.randint(2, 6)):
                 helper = helper + draw.new(1, 3)
@@ -105,7 +105,7 @@ def agents(draw: _Draw) -> Iterator[_Ids]:
 
 
 def tree(draw: _Draw) -> Iterator[_Ids]:
-    """Yield a tree that grows: prompts go on from any earlier one."""
+    """Yield a growing tree: each prompt continues any earlier one."""
     known = [draw.new(3, 3)]
     while True:
         text = draw.random.choice(known)
@@ -115,7 +115,7 @@ def tree(draw: _Draw) -> Iterator[_Ids]:
 
 
 def tree_search(draw: _Draw) -> Iterator[_Ids]:
-    """Yield searches: the best 4 of 16 branches go on, for 8 steps."""
+    """Yield searches: the best 4 of 16 branches continue, for 8 steps."""
     few_shots = draw.new(20, 20)
     while True:
         beam = [few_shots + draw.new(2, 6)]
@@ -126,7 +126,7 @@ def tree_search(draw: _Draw) -> Iterator[_Ids]:
 
 
 def loop(draw: _Draw) -> Iterator[_Ids]:
-    """Yield 150 documents one after the other, again and again, each with a new question."""
+    """Yield 150 documents in a loop, each time with a new question."""
     texts = [draw.new(4, 30) for _ in range(150)]
     while True:
         for text in texts:
@@ -134,7 +134,7 @@ def loop(draw: _Draw) -> Iterator[_Ids]:
 
 
 def scan(draw: _Draw) -> Iterator[_Ids]:
-    """Yield popular documents, and now and then 200 that nobody asks for again."""
+    """Yield popular documents, and sometimes a scan of 200 documents that never recur."""
     texts = [draw.new(4, 16) for _ in range(300)]
     pick = draw.zipf(300, 0.9)
     while True:
@@ -145,7 +145,7 @@ def scan(draw: _Draw) -> Iterator[_Ids]:
 
 
 def popular(draw: _Draw) -> Iterator[_Ids]:
-    """Yield questions about documents, some of which are asked about often."""
+    """Yield questions about documents of different popularity."""
     texts = [draw.new(2, 40) for _ in range(400)]
     pick = draw.zipf(400, 1.0)
     while True:
@@ -153,14 +153,14 @@ def popular(draw: _Draw) -> Iterator[_Ids]:
 
 
 def even(draw: _Draw) -> Iterator[_Ids]:
-    """Yield questions about documents, each asked about as often as others."""
+    """Yield questions about documents of equal popularity."""
     texts = [draw.new(2, 40) for _ in range(200)]
     while True:
         yield draw.random.choice(texts) + draw.new(1, 3)
 
 
 def news(draw: _Draw) -> Iterator[_Ids]:
-    """Yield questions about documents whose popularity fades; new ones come."""
+    """Yield questions about documents whose popularity fades, and new documents."""
     texts = [draw.new(4, 20) for _ in range(40)]
     pick = draw.zipf(40, 1.0)
     while True:
@@ -171,7 +171,7 @@ def news(draw: _Draw) -> Iterator[_Ids]:
 
 
 def once(draw: _Draw) -> Iterator[_Ids]:
-    """Yield prompts that come once, four of five, among popular ones."""
+    """Yield one-time prompts, four of five, among popular ones."""
     texts = [draw.new(3, 20) for _ in range(200)]
     pick = draw.zipf(200, 0.8)
     while True:
@@ -179,7 +179,7 @@ def once(draw: _Draw) -> Iterator[_Ids]:
 
 
 def twice(draw: _Draw) -> Iterator[_Ids]:
-    """Yield prompts that come twice, the second time some hundred prompts later."""
+    """Yield prompts that recur once, some hundred prompts later."""
     late: list[tuple[int, _Ids]] = []
     for now in count():
         while late and late[0][0] <= now:
@@ -190,7 +190,7 @@ def twice(draw: _Draw) -> Iterator[_Ids]:
 
 
 def samples(draw: _Draw) -> Iterator[_Ids]:
-    """Yield every prompt 5 times, for several answers, and never again; 30 templates."""
+    """Yield every prompt 5 times in a row, for several answers; 30 templates."""
     templates = [draw.new(5, 25) for _ in range(30)]
     while True:
         text = draw.random.choice(templates) + draw.new(2, 10)
@@ -198,7 +198,7 @@ def samples(draw: _Draw) -> Iterator[_Ids]:
 
 
 def daily(draw: _Draw) -> Iterator[_Ids]:
-    """Yield what is asked every morning, and then chats that are over by the evening."""
+    """Yield the same prompts every morning, then chats that end by the evening."""
     morning = [draw.new(5, 30) for _ in range(60)]
     while True:
         for text in morning:
@@ -211,7 +211,7 @@ def daily(draw: _Draw) -> Iterator[_Ids]:
 
 
 def phases(draw: _Draw) -> Iterator[_Ids]:
-    """Yield 500 prompts each of several kinds in turn."""
+    """Yield 500 prompts each of several workloads in turn."""
     kinds = [kind(draw) for kind in (chat, loop, popular, once, agents, news)]
     while True:
         for kind in kinds:
@@ -220,7 +220,7 @@ def phases(draw: _Draw) -> Iterator[_Ids]:
 
 
 def mixed(draw: _Draw) -> Iterator[_Ids]:
-    """Yield chats, agents, popular documents and what comes once, all at the same time."""
+    """Yield a mixture of chats, agents, popular documents and one-time prompts."""
     kinds = [kind(draw) for kind in (chat, agents, popular, once)]
     while True:
         yield next(draw.random.choice(kinds))
@@ -231,26 +231,26 @@ _KINDS: Final = (
     *(even, news, once, twice, samples, daily, phases, mixed),
 )
 
-#: Every workload by its name.
+#: All workloads by name.
 WORKLOADS: Final = {kind.__name__: kind for kind in _KINDS}
 
 
 def workload(name: str, n_prompts: int = 4000, seed: int = 1) -> Trace:
-    """Return a made-up trace.
+    """Return a synthetic trace.
 
     Parameters
     ----------
     name
         One of `WORKLOADS`.
     n_prompts
-        How many prompts.
+        Number of prompts.
     seed
         Equal seeds give equal traces.
 
     Raises
     ------
     ValueError
-        If there is no such workload.
+        If the workload does not exist.
     """
     if not isinstance(name, str):
         raise TypeError(f"name must be a str, not {type(name).__name__}")

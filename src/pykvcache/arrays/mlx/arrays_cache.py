@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 __all__ = ["ArraysCache", "MambaCache"]
 
-# A saved file names the number of slots; a damaged one must not exhaust the memory.
+# Limit for files: a damaged number of slots must not exhaust the memory.
 _MAX_SLOTS = 65_536
 
 
 class ArraysCache(BaseCache):
     """Numbered slots for arrays whose first axis is the batch.
 
-    It follows mlx-lm's ``ArraysCache``: ``cache[i] = array`` stores a copy, ``cache[i]`` is the
+    Modelled on mlx-lm's ``ArraysCache``: ``cache[i] = array`` stores a copy, ``cache[i]`` is the
     stored array itself, which may be written to, or None. `extract` and `merge` accept empty
     slots (mlx-lm fails), and the number of slots, `left_padding` and `lengths` survive saving.
 
@@ -63,12 +63,12 @@ class ArraysCache(BaseCache):
 
     @property
     def left_padding(self) -> Rows | None:
-        """Columns at the beginning of the coming input without a token, as a copy; or None."""
+        """Columns at the beginning of the coming input that hold no token, a copy; or None."""
         return None if self._padding is None else self._padding.copy()
 
     @property
     def lengths(self) -> Rows | None:
-        """Tokens still to come in each row, as a copy; None unless `prepare` was given it."""
+        """Tokens still to come in each row, a copy; None unless `prepare` has set it."""
         return None if self._lengths is None else self._lengths.copy()
 
     @property
@@ -83,7 +83,7 @@ class ArraysCache(BaseCache):
         return 1
 
     def _rows(self) -> int | None:
-        """Return the number of rows; None where no array, padding or length says it."""
+        """Return the number of rows; None if no array, padding or length determines it."""
         return _common_rows((*self._slots, self._padding, self._lengths))
 
     @property
@@ -92,7 +92,7 @@ class ArraysCache(BaseCache):
         return sum(array.nbytes for array in self._slots if array is not None)
 
     def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
-        """Raise ``NotSupported``: there are slots, and no keys and values."""
+        """Raise ``NotSupported``: the cache has slots, no keys and values."""
         name = type(self).__name__
         message = f"a {name} has slots: set cache[i] instead of updating"
         raise NotSupported(message, "update", name)
@@ -104,14 +104,14 @@ class ArraysCache(BaseCache):
         lengths: Counts | None = None,
         right_padding: Counts | None = None,
     ) -> None:
-        """Announce the coming input: tokens of each row, or further columns of padding.
+        """Announce the coming input: tokens per row, or more columns of padding.
 
-        `right_padding` is accepted for the sake of other caches in a list; `lengths` says
-        the same. Left padding on a cache with content raises ``CacheValueError``.
+        `right_padding` is accepted for other caches in a list and not used; `lengths` has the
+        information. Left padding on a cache with content raises ``CacheValueError``.
         """
         batch = self.batch_size if not self.is_empty() or self._padding is not None else None
         if batch is None and lengths is None and self._lengths is not None:
-            batch = self._lengths.size  # they stay
+            batch = self._lengths.size  # lengths stay
         left, real, _ = announced(batch, left_padding, lengths, right_padding)
         if left is not None and not self.is_empty():
             message = "left padding can only be added to an empty ArraysCache"
@@ -123,11 +123,11 @@ class ArraysCache(BaseCache):
             self._lengths = real
 
     def finalize(self) -> None:
-        """Forget `lengths` and `left_padding`, at the end of the prompt."""
+        """Clear `lengths` and `left_padding`, at the end of the prompt."""
         self._lengths = self._padding = None
 
     def advance(self, n: SupportsIndex) -> None:
-        """Count `n` columns of input: `lengths` and `left_padding` go down by that many."""
+        """Subtract `n` columns of input from `lengths` and `left_padding`."""
         n = as_int("n", n, minimum=0, maximum=MOST)
         less = np.array([-n])
         lengths = None if self._lengths is None else summed("lengths", self._lengths, less)
@@ -139,7 +139,7 @@ class ArraysCache(BaseCache):
     ) -> NDArray[np.bool_] | None:
         """Return which of the next `n` columns hold tokens, `(batch, n)`; None = all.
 
-        Those from `left_padding` on and before `lengths`, where they are set.
+        Tokens are in the columns from `left_padding` to `lengths`, if set.
         """
         columns = np.arange(as_int("n", n, minimum=1, maximum=MOST))
         if self._padding is not None and self._lengths is not None:
@@ -159,13 +159,13 @@ class ArraysCache(BaseCache):
         return all(array is None for array in self._slots)
 
     def _with_slots(self, slots: tuple[NDArray[Any] | None, ...]) -> Self:
-        """Return a copy with other slots; the old ones are not copied."""
+        """Return a copy with other slots, without copying the old ones."""
         return copy.deepcopy(self, {id(self._slots): slots})
 
     def filter(self, batch_indices: Counts) -> None:
         """Keep the given rows, in that order.
 
-        A cache without an array, `left_padding` and `lengths` has no rows yet: any indices do.
+        A cache without arrays, `left_padding` and `lengths` has no rows yet; any indices are valid.
         """
         rows = row_indices(batch_indices, self._rows())
         self._slots = tuple(None if array is None else array[rows] for array in self._slots)
@@ -173,21 +173,21 @@ class ArraysCache(BaseCache):
         self._lengths = None if self._lengths is None else self._lengths[rows]
 
     def extend(self, other: ArraysCache) -> None:
-        """Add the rows of `other` below; zeros where one side has no array.
+        """Append the rows of `other`; zeros if one side has no array.
 
-        A cache without rows counts as one row, and in a `CacheList` as many as its other
-        members have. `lengths` on one side alone raise ``CacheOrderError``.
+        A cache without rows counts as one row; in a `CacheList`, as many rows as the other
+        members have. `lengths` on only one side raise ``CacheOrderError``.
         """
         self._extend(other, 1, 1)
 
     def _extend(self, other: BaseCache, mine: int, others: int) -> None:
-        """Extend; `mine` and `others` are the rows of caches that do not know their own."""
+        """Extend; `mine` and `others` are row counts for caches without rows."""
         other = as_kind("other", other, ArraysCache)
         check_size("slots of other", len(other), len(self))
         known = self._rows(), other._rows()
         counts = (mine if known[0] is None else known[0], others if known[1] is None else known[1])
         if (self._lengths is None) != (other._lengths is None):
-            # Zeros would mean that the other rows get no token at all.
+            # Zeros would mean that the other rows get no token.
             message = "finalize() should be called before extend: one has lengths"
             raise CacheOrderError(message, "finalize")
         pairs = zip(self._slots, other._slots, strict=True)
@@ -197,7 +197,7 @@ class ArraysCache(BaseCache):
         self._slots, self._padding, self._lengths = slots, padding, lengths
 
     def extract(self, index: SupportsIndex) -> Self:
-        """Return row `index` as a cache of its own, without `left_padding` and `lengths`."""
+        """Return row `index` as a separate cache, without `left_padding` and `lengths`."""
         rows = self._rows()
         row = as_int("index", index, minimum=0, maximum=None if rows is None else rows - 1)
         alone = self._with_slots(
@@ -208,10 +208,10 @@ class ArraysCache(BaseCache):
 
     @classmethod
     def merge(cls, caches: Iterable[Self]) -> Self:
-        """Return a batch with one row for each of `caches`, whose own batch is 1.
+        """Return a batch of `caches` with one row each.
 
-        Zeros where one cache has no array; if none has, `left_padding` is zeros. Padding that
-        is still to come is kept (mlx-lm forgets it); `lengths` must be finalized first.
+        A missing array becomes zeros; if all are missing, `left_padding` is zeros. Coming
+        padding is kept (mlx-lm forgets it); `lengths` must be finalized first.
         """
         caches = list(caches)
         if not caches:
@@ -234,7 +234,7 @@ class ArraysCache(BaseCache):
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """The arrays of all slots, None where there is none; ``()`` when all are empty."""
+        """The arrays of all slots, None for an empty one; ``()`` if all are empty."""
         return () if self.is_empty() else self._slots
 
     @state.setter
@@ -250,7 +250,7 @@ class ArraysCache(BaseCache):
 
     @property
     def meta_state(self) -> tuple[str, ...]:
-        """``()``, as in mlx-lm, if all slots are filled and no padding is known.
+        """``()``, as in mlx-lm, if all slots are filled and no padding is set.
 
         Else the number of slots, `left_padding` and `lengths`, each as text with commas,
         empty for None.
@@ -313,7 +313,7 @@ def _checked_slot(array: NDArray[Any] | None) -> NDArray[Any] | None:
 
 
 def _common_rows(parts: Sequence[NDArray[Any] | None]) -> int | None:
-    """Return the rows that all parts have; None if there is no part."""
+    """Return the common number of rows; None without parts; raise if they differ."""
     sizes = sorted({int(part.shape[0]) for part in parts if part is not None})
     if len(sizes) > 1:
         message = f"slots, left_padding and lengths are of {shown(sizes)} rows"
@@ -322,7 +322,7 @@ def _common_rows(parts: Sequence[NDArray[Any] | None]) -> int | None:
 
 
 def _stacked(arrays: Sequence[NDArray[Any] | None], rows: Sequence[int]) -> NDArray[Any] | None:
-    """Stack arrays along the batch; a missing one counts as zeros of as many rows."""
+    """Stack arrays along the batch; a missing one becomes zeros of as many rows."""
     first = next((array for array in arrays if array is not None), None)
     if first is None:
         return None
@@ -341,7 +341,7 @@ def _stacked(arrays: Sequence[NDArray[Any] | None], rows: Sequence[int]) -> NDAr
 
 
 def _slot_number(text: str) -> int:
-    """Return the number in a text of the meta state."""
+    """Parse a number of the meta state."""
     if not (text.removeprefix("-").isdigit() and text.isascii() and len(text) < 20):
         message = f"the meta state of an ArraysCache holds {shown(text)}; expected a number"
         raise CacheValueError(message, "meta_state", text)
@@ -349,7 +349,7 @@ def _slot_number(text: str) -> int:
 
 
 def _slot_counts(text: str) -> Rows | None:
-    """Return the numbers, with commas, in a text of the meta state; None if it is empty."""
+    """Parse comma-separated numbers of the meta state; None if empty."""
     if not text:
         return None
     numbers = [_slot_number(part) for part in text.split(",")]

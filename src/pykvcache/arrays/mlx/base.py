@@ -1,4 +1,4 @@
-"""The interface of mlx-lm's caches, and the base of those with one pair of buffers."""
+"""The interface of mlx-lm's caches, and the base class of caches with one pair of buffers."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _SIZES = ("max_size", "keep", "chunk_size", "group_size")
 
 #: Keys and values.
 Arrays: TypeAlias = tuple[NDArray[Any], NDArray[Any]]
-#: Nothing to hide, causal without an array, or a boolean array (True = visible).
+#: None: all visible; ``"causal"``; or a boolean array (True = visible).
 Mask: TypeAlias = NDArray[np.bool_] | Literal["causal"] | None
 
 
 class BaseCache(ABC):
-    """The cache of one layer: keys and values in, keys and values of the history out.
+    """The cache of one layer: takes new keys and values, returns those of the history.
 
-    It follows mlx-lm's ``_BaseCache`` and the ``KvCache`` trait of its Rust port. Arrays
-    are `(batch, n_kv_heads, n_tokens, head_dim)`. Given arrays are copied; returned arrays may
+    Modelled on mlx-lm's ``_BaseCache`` and the ``KvCache`` trait of its Rust port. Arrays
+    are `(batch, n_kv_heads, n_tokens, head_dim)`. Arguments are copied; returned arrays may
     be read-only views of the cache's buffers, valid until the next call that changes the cache.
     A refused call changes nothing; an interrupted call leaves the cache undefined.
 
-    No cache may be used by two threads at once.
+    Not thread-safe.
     """
 
     def __repr__(self) -> str:
@@ -64,7 +64,7 @@ class BaseCache(ABC):
 
     @property
     def max_size(self) -> int | None:
-        """Tokens that a ring keeps; None where there is no such limit."""
+        """Maximum number of tokens of a ring; None without a limit."""
         return None
 
     @property
@@ -83,7 +83,7 @@ class BaseCache(ABC):
 
     @property
     def meta_state(self) -> tuple[Any, ...]:
-        """The rest of the state, as strings: sizes and counts; ``()`` if there is none."""
+        """Sizes and counts of the state as strings; ``()`` for none."""
         return ()
 
     @meta_state.setter
@@ -93,23 +93,23 @@ class BaseCache(ABC):
             raise CacheValueError(message, "meta_state", len(meta), 0)
 
     def from_serialized(self, state: Sequence[Any], meta: Sequence[Any]) -> None:
-        """Take over a state and its meta state, or raise and change nothing."""
+        """Set state and meta state, or raise and change nothing."""
         with restored_on_error([self]):
             self.state = state
             self.meta_state = meta
 
     @abstractmethod
     def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
-        """Store the keys and values of new tokens; return those to attend to."""
+        """Store keys and values of new tokens; return all that they attend to."""
 
     def is_trimmable(self) -> bool:
         """Return whether ``trim`` can drop the newest tokens."""
         return False
 
     def trim(self, n: SupportsIndex) -> int:
-        """Drop the newest `n` tokens, or as many as there are; return how many.
+        """Drop the newest `n` tokens, or all if fewer; return the number.
 
-        0, and no change, if the cache cannot be trimmed. A negative `n` raises
+        Returns 0 and changes nothing if the cache cannot be trimmed. A negative `n` raises
         ``CacheValueError``.
         """
         as_int("n", n, minimum=0)
@@ -121,48 +121,48 @@ class BaseCache(ABC):
     ) -> Mask:
         """Return the mask for the `n` tokens of the next ``update``.
 
-        None if every stored token is visible, ``"causal"`` if the causal rule is enough, or
-        a boolean array over the tokens that ``update`` will return. `window_size` counts the
-        visible tokens, the new one included; `return_array` asks for an array where several
-        new tokens would get ``"causal"``.
+        None if every stored token is visible, ``"causal"`` if a causal mask is enough, or a
+        boolean array over the tokens that ``update`` will return. `window_size` is the number of
+        visible tokens including the new one; `return_array` requests an array instead of
+        ``"causal"``.
         """
 
     @abstractmethod
     def size(self) -> int:
-        """Return the number of stored tokens within reach of the next one."""
+        """Return the number of stored tokens that the next one can see."""
 
     @abstractmethod
     def is_empty(self) -> bool:
         """Return whether nothing is stored."""
 
     def copy(self) -> Self:
-        """Return an independent cache with the same content; no spare room is copied."""
+        """Return an independent copy without spare room."""
         return self._copied()
 
     def __copy__(self) -> Self:
-        # A shallow copy would share the buffers, but not the counts of their tokens.
-        # Not `self.copy()`: a subclass may build that on `copy.copy`.
+        # A shallow copy would share buffers but not token counts.
+        # Not `self.copy()`, which a subclass may implement with `copy.copy`.
         return self._copied()
 
     def _copied(self) -> Self:
         return copy.deepcopy(self)
 
     def to_quantized(self, group_size: SupportsIndex = 64, bits: SupportsIndex = 4) -> BaseCache:
-        """Return a ``QuantizedKVCache`` with this content; most kinds cannot."""
+        """Return a ``QuantizedKVCache`` with this content; most classes raise ``NotSupported``."""
         name = type(self).__name__
         raise NotSupported(f"a {name} cannot be quantized", "to_quantized", name)
 
     def _rows(self) -> int | None:
-        """Return the rows of a batch; None for one sequence, or where it is not known yet."""
+        """Return the rows of a batch; None for one sequence, or if not known yet."""
         return None
 
     def _copy_trimmed(self, n: int) -> Self | None:
-        """Return a copy without the newest `n` tokens; None if it cannot go back so far."""
+        """Return a copy without the newest `n` tokens; None if that is not possible."""
         shorter = self.copy()
         return shorter if shorter.trim(n) == n else None
 
     def _leaves(self) -> Iterator[BaseCache]:
-        """Yield the caches that store something: the members of a list, else this one."""
+        """Yield this cache, or the members of a list."""
         yield self
 
 
@@ -187,15 +187,15 @@ class PairCache(BaseCache):
         self._pair = state_pair(state)
 
     def size(self) -> int:
-        """Return the number of stored tokens within reach of the next one."""
+        """Return the number of stored tokens that the next one can see."""
         return self._pair.count
 
     def is_empty(self) -> bool:
-        """Return whether no token is stored."""
+        """Return whether the cache has no tokens."""
         return self._pair.count == 0
 
     def trim(self, n: SupportsIndex) -> int:
-        """Drop the newest `n` tokens, or as many as there are; return how many."""
+        """Drop the newest `n` tokens, or all if fewer; return the number."""
         dropped = min(as_int("n", n, minimum=0), self._pair.count)
         if not self.is_trimmable():
             return 0
@@ -206,7 +206,7 @@ class PairCache(BaseCache):
         return self._copy_first(self._pair.count)
 
     def _copy_first(self, count: int) -> Self:
-        """Return a copy that has the first `count` tokens."""
+        """Return a copy with the first `count` tokens."""
         pair = self._pair.first(count, self.max_size)
         return copy.deepcopy(self, {id(self._pair): pair})
 
@@ -215,7 +215,7 @@ class PairCache(BaseCache):
 def restored_on_error(caches: Iterable[BaseCache]) -> Iterator[None]:
     """Restore the attributes of several caches if the body raises.
 
-    It may call methods that replace attributes; only ``update`` and ``trim`` change them in place.
+    For methods that replace attributes; ``update`` and ``trim`` change them in place.
     """
     before = [(leaf, leaf.__dict__.copy()) for cache in caches for leaf in cache._leaves()]
     try:
@@ -229,7 +229,7 @@ def restored_on_error(caches: Iterable[BaseCache]) -> Iterator[None]:
 def state_pair(state: Sequence[Any], limit: int | None = None) -> TokenPair:
     """Copy a ``(keys, values)`` state, or ``()``, into a new `TokenPair`.
 
-    With `limit` there is room for so many tokens at most.
+    `limit` bounds its capacity.
     """
     empty = TokenPair()
     if len(state) == 0:
@@ -244,7 +244,7 @@ def state_pair(state: Sequence[Any], limit: int | None = None) -> TokenPair:
 
 
 def meta_ints(owner: str, names: Sequence[str], meta: Sequence[Any]) -> list[int]:
-    """Return the numbers of a meta state, one for each of `names`, none negative."""
+    """Parse a meta state of non-negative numbers, one for each of `names`."""
     if len(meta) != len(names):
         message = (
             f"the meta state of a {owner} is {len(names)} values ({', '.join(names)}); "
@@ -264,7 +264,7 @@ def meta_ints(owner: str, names: Sequence[str], meta: Sequence[Any]) -> list[int
 
 
 def as_caches(name: str, caches: Sequence[BaseCache]) -> list[BaseCache]:
-    """Return the caches of all layers as a list; raise `TypeError` if one is no cache."""
+    """Return the caches of all layers as a list; raise `TypeError` if one is not a cache."""
     layers = list(caches)
     for i, layer in enumerate(layers):
         if not isinstance(layer, BaseCache):

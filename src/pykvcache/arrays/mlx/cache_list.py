@@ -1,4 +1,4 @@
-"""Several caches of one layer that are driven as one."""
+"""CacheList: several caches of one layer, used as one."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 __all__ = ["CacheList", "check_depth"]
 
-# Lists within lists; files hold 7 levels at most.
+# Maximum nesting of lists; files hold 7 levels.
 _MAX_DEPTH = 64
 
 
 class CacheList(BaseCache):
-    """The caches of a layer that has more than one, for instance attention and recurrence.
+    """The caches of a layer with more than one, for example attention and recurrence.
 
-    It follows mlx-lm's ``CacheList``: trimmable if all members are, `size` of the longest,
-    empty if the first one is. If a member refuses a call, the others stay as they were (mlx-lm
-    stops half-way; its `trim` shortens the members that can be trimmed even if one cannot).
+    Modelled on mlx-lm's ``CacheList``: trimmable if all members are, `size` of the longest,
+    empty if the first one is. If a member refuses a call, no member changes (mlx-lm stops
+    half-way; its `trim` shortens trimmable members even if one is not).
 
     Parameters
     ----------
@@ -61,12 +61,12 @@ class CacheList(BaseCache):
 
     @property
     def offset(self) -> int:
-        """Offset of the first member; 0 if there is none."""
+        """Offset of the first member; 0 without members."""
         return self._caches[0].offset if self._caches else 0
 
     @property
     def rope_offset(self) -> Any:
-        """Rotary offset of the first member; 0 if there is none."""
+        """Rotary offset of the first member; 0 without members."""
         return self._caches[0].rope_offset if self._caches else 0
 
     @property
@@ -97,7 +97,7 @@ class CacheList(BaseCache):
         return all(cache.is_trimmable() for cache in self._caches)
 
     def trim(self, n: SupportsIndex) -> int:
-        """Trim all members; return the count of the last one, 0 if one cannot be trimmed."""
+        """Trim all members; return the last one's count, or 0 if one cannot be trimmed."""
         n = as_int("n", n, minimum=0)
         if not self.is_trimmable():
             return 0
@@ -139,11 +139,11 @@ class CacheList(BaseCache):
         self._all(lambda cache: _method(cache, "filter")(batch_indices))
 
     def extend(self, other: CacheList) -> None:
-        """Extend each member by that of `other` in the same place."""
+        """Extend each member by the corresponding member of `other`."""
         self._extend(other, 1, 1)
 
     def _extend(self, other: BaseCache, mine: int, others: int) -> None:
-        """Extend; a member that does not know its rows has as many as the list."""
+        """Extend; a member without rows counts as many as the list has."""
         other = as_kind("other", other, CacheList)
         check_size("caches of other", len(other), len(self))
         known = self._rows(), other._rows()
@@ -170,7 +170,7 @@ class CacheList(BaseCache):
 
     @classmethod
     def merge(cls, caches: Iterable[CacheList]) -> CacheList:
-        """Return a list of batches: the members in each place, merged."""
+        """Merge corresponding members; return a list of batches."""
         caches = list(caches)
         for cache in caches:
             as_kind("caches", cache, CacheList)
@@ -204,7 +204,7 @@ class CacheList(BaseCache):
                 cache.meta_state = part
 
     def from_serialized(self, state: Sequence[Any], meta: Sequence[Any]) -> None:
-        """Take over the states of all members, or raise and change nothing."""
+        """Set the states of all members, or raise and change nothing."""
         states, metas = self._per_member("state", state), self._metas(meta)
         with restored_on_error(self._caches):
             for cache, *parts in zip(self._caches, states, metas, strict=True):
@@ -241,7 +241,7 @@ class CacheList(BaseCache):
 
 
 def check_depth(depth: int) -> None:
-    """Raise `CacheValueError` for too many levels of lists within lists."""
+    """Raise `CacheValueError` for lists that are nested too deeply."""
     if depth > _MAX_DEPTH:
         message = f"a CacheList of {depth} levels; it may have {_MAX_DEPTH}"
         raise CacheValueError(message, "levels of a CacheList", depth, _MAX_DEPTH)

@@ -1,8 +1,7 @@
-"""Every class of cache by its names: how one is made, restored, and laid out in a file.
+"""Registry of cache classes: names, construction, restoring, layout in files.
 
-A new class has a member of `KvCacheKind` and a row of `_ROWS`; nothing else lists them. In a
-file of mlx-lm 0.32 a layer consists of parts: ``read`` makes a state and a meta state of them,
-``write`` does the reverse.
+A new class needs a member of `KvCacheKind` and a row of `_ROWS`. In a file of mlx-lm 0.32 a layer
+consists of parts: ``read`` converts them to a state and a meta state, ``write`` does the reverse.
 """
 
 from __future__ import annotations
@@ -53,12 +52,12 @@ class KvCacheKind(Enum):
 
     @classmethod
     def parse(cls, kind: str) -> KvCacheKind:
-        """Return the kind that mlx-lm, its Swift or its Rust port calls `kind`.
+        """Return the kind for a name of mlx-lm, its Swift port or its Rust port.
 
         Raises
         ------
         CacheValueError
-            None of them does; the message lists the 17 names.
+            The name is unknown; the message lists the 17 names.
         """
         if not isinstance(kind, str) or kind not in _BY_NAME:
             message = f"unknown cache kind {shown(kind)}; expected one of {', '.join(_BY_NAME)}"
@@ -66,7 +65,7 @@ class KvCacheKind(Enum):
         return _BY_NAME[kind]
 
     def empty(self) -> BaseCache:
-        """Return an empty cache whose numbers are placeholders: the meta state replaces them."""
+        """Return an empty cache with placeholder numbers, which the meta state replaces."""
         return _ROWS[self].empty()
 
 
@@ -85,8 +84,8 @@ def from_state(
     Raises
     ------
     CacheValueError, CacheDTypeError
-        They do not belong together: wrong shapes, counts that do not fit the arrays, an
-        empty ring with an offset, an unknown kind.
+        Inconsistent input: wrong shapes, counts that do not fit the arrays, an empty ring
+        with an offset, or an unknown kind.
     """
     return _from_state(kind, state, meta, 1)
 
@@ -116,26 +115,26 @@ def _from_state(
 
 
 def state_of_parts(name: str, node: Any) -> Serialized:
-    """Return the state and the meta state of numbered parts; numbered nodes are dicts."""
+    """Convert numbered parts to a state and meta state; numbered nodes are dicts."""
     kind = KvCacheKind.parse(name)
     try:
         return _ROWS[kind].read(*dense(node, f"parts of a {kind}"))
-    except TypeError as error:  # another number of parts, or parts of another type
+    except TypeError as error:  # wrong number or type of parts
         message = f"the state of a {kind} is not as expected: {error}"
         raise CacheValueError(message, "state", str(kind)) from error
 
 
 def parts_of_state(name: str, state: Sequence[Any], meta: Sequence[Any]) -> tuple[str, Any]:
-    """Return the class name and the parts, nested, of a cache's state and meta state."""
+    """Convert a state and meta state to a class name and nested parts."""
     if name == "ConcatenateKVCache" and len(state):
         return name, tuple(state)
-    # mlx-lm cannot read an empty ConcatenateKVCache: it becomes a KVCache.
+    # mlx-lm cannot read an empty ConcatenateKVCache, so write a KVCache.
     kind = KvCacheKind.parse(name)
     return kind.value, _ROWS[kind].write(tuple(state), tuple(meta))
 
 
 def dense(node: Any, what: str) -> tuple[Any, ...]:
-    """Return the branches of a node, which must be numbered from 0 on; an empty text has none."""
+    """Return the branches of a node, numbered from 0; an empty text has none."""
     if isinstance(node, str) and not node:
         return ()
     if not isinstance(node, dict) or sorted(node) != list(range(len(node))):
@@ -146,7 +145,7 @@ def dense(node: Any, what: str) -> tuple[Any, ...]:
 
 
 def small_integers(numbers: Any) -> NDArray[Any]:
-    """Return int32, as mlx-lm keeps counts, or int64 where that is too small."""
+    """Return the dtype for counts: int32 as in mlx-lm, or int64 if that is too small."""
     array = np.array(numbers, np.int64)
     small = array.astype(np.int32)
     return small if np.array_equal(small, array) else array
@@ -169,7 +168,7 @@ def _counts(counts: Any) -> tuple[str, ...]:
 
 
 def _first(buffer: Any, n: int, *, at_most: bool = False) -> Any:
-    """Return the first `n` tokens of a buffer; files hold the spare room, too."""
+    """Return the first `n` tokens of a buffer; files include spare room."""
     is_buffer = isinstance(buffer, np.ndarray) and buffer.ndim == 4
     if is_buffer and at_most:
         n = min(n, buffer.shape[2])
@@ -290,7 +289,7 @@ def _write_list(state: Any, meta: Any) -> Any:
 
 
 class _Row(NamedTuple):
-    """Where a class of cache is registered."""
+    """Registration of a cache class."""
 
     empty: Callable[[], BaseCache]
     read: Callable[..., Serialized]

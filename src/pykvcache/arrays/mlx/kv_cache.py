@@ -1,4 +1,4 @@
-"""Caches that keep their tokens in order: plain, concatenating, chunked, and in batches."""
+"""Caches with tokens in order: plain, concatenating, chunked, batched."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ __all__ = ["BatchKVCache", "ChunkedKVCache", "ConcatenateKVCache", "KVCache", "p
 
 
 class KVCache(PairCache):
-    """All tokens of a sequence, in buffers that grow by steps of 256 tokens.
+    """All tokens of a sequence, in growing buffers.
 
-    It follows mlx-lm's ``KVCache``. Storing one token costs O(1) copies on average (mlx-lm
-    copies everything every 256 tokens), `state` is ``()`` when empty (mlx-lm fails there),
-    and a cache that was trimmed to nothing is empty again.
+    Modelled on mlx-lm's ``KVCache``. Storing one token costs O(1) copies on average (mlx-lm
+    copies everything every 256 tokens), `state` is ``()`` when empty (mlx-lm fails), and a
+    cache that was trimmed to nothing is empty again.
 
     Arrays are `(batch, n_kv_heads, n_tokens, head_dim)` of any numeric dtype; keys and
-    values may differ in the last axis and in dtype. Not safe for several threads at once.
+    values may differ in the last axis and in dtype. Not thread-safe.
     """
 
     @property
     def offset(self) -> int:
-        """Stored tokens, and the position of the next one."""
+        """Number of stored tokens, which is the position of the next one."""
         return self._pair.length
 
     def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
@@ -55,9 +55,9 @@ class KVCache(PairCache):
         Raises
         ------
         CacheValueError
-            A shape does not fit the stored tokens, or there is no token.
+            A shape does not fit the stored tokens, or has no token.
         CacheDTypeError
-            Not NumPy arrays of numbers, or of another dtype than the stored tokens.
+            The arguments are not NumPy arrays of numbers, or differ in dtype from stored tokens.
         """
         return self._pair.append(keys, values)
 
@@ -68,21 +68,21 @@ class KVCache(PairCache):
     def make_mask(
         self, n: SupportsIndex, window_size: SupportsIndex | None = None, return_array: bool = False
     ) -> Mask:
-        """Return the mask for `n` new tokens, `(n, offset + n)` if it is an array.
+        """Return the mask for `n` new tokens; an array has shape `(n, offset + n)`.
 
-        A window always gives an array; without one a single token needs no mask.
+        With a window it is always an array; without one a single token needs no mask.
         """
         return history_mask(n, self._pair.length, window_size, return_array)
 
     def to_quantized(
         self, group_size: SupportsIndex = 64, bits: SupportsIndex = 4
     ) -> QuantizedKVCache:
-        """Return a `QuantizedKVCache` that holds the same tokens.
+        """Return a `QuantizedKVCache` with the same tokens.
 
         Raises
         ------
         CacheValueError
-            `bits` or `group_size` is not possible, or does not fit the head sizes.
+            `bits` or `group_size` is invalid or does not fit the head sizes.
         """
         quantized = QuantizedKVCache(group_size=group_size, bits=bits)
         if self._pair.count:
@@ -91,7 +91,7 @@ class KVCache(PairCache):
 
     @classmethod
     def merge(cls, caches: Iterable[KVCache]) -> BatchKVCache:
-        """Return a `BatchKVCache` with one row for each of `caches`, padded on the left."""
+        """Return a `BatchKVCache` of `caches`, one row each, padded on the left."""
         return BatchKVCache.merge(caches)
 
     def _copy_trimmed(self, n: int) -> Self | None:
@@ -101,10 +101,9 @@ class KVCache(PairCache):
 class ConcatenateKVCache(KVCache):
     """A `KVCache` without spare room: every update concatenates.
 
-    It follows mlx-lm's ``ConcatenateKVCache``, meant for a few large blocks or as a reference:
-    a token costs a copy of all stored tokens. There `trim` only moves the offset, so that the
-    next update lands after the trimmed tokens; here they are gone. Saved files load as
-    `KVCache`.
+    Modelled on mlx-lm's ``ConcatenateKVCache``, for a few large blocks or as a reference: each
+    token costs a copy of all stored tokens. mlx-lm's `trim` only moves the offset, so the next
+    update follows the trimmed tokens; here they are dropped. Files load as `KVCache`.
     """
 
     def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
@@ -119,16 +118,16 @@ class ConcatenateKVCache(KVCache):
 
 
 class ChunkedKVCache(PairCache):
-    """All tokens since `start_position`, which `maybe_trim_front` moves.
+    """All tokens since `start_position`, which `maybe_trim_front` advances.
 
-    It follows mlx-lm's ``ChunkedKVCache``, with its flaws put right: a cache whose front
-    was dropped survives saving and loading (there the offset is lost), only stored tokens
-    count towards the chunk (there the spare room of the buffer does), and there is a mask.
+    Modelled on mlx-lm's ``ChunkedKVCache``, with fixes: a cache whose front was dropped keeps its
+    offset when saved, only stored tokens count towards the chunk (in mlx-lm spare room does),
+    and it has a mask.
 
     Parameters
     ----------
     chunk_size : int
-        Tokens that `maybe_trim_front` leaves, at least 1.
+        Maximum number of tokens after `maybe_trim_front`, at least 1.
     """
 
     def __init__(self, chunk_size: SupportsIndex) -> None:
@@ -138,7 +137,7 @@ class ChunkedKVCache(PairCache):
 
     @property
     def chunk_size(self) -> int:
-        """Tokens that `maybe_trim_front` leaves."""
+        """Maximum number of tokens after `maybe_trim_front`."""
         return self._chunk_size
 
     @property
@@ -148,11 +147,11 @@ class ChunkedKVCache(PairCache):
 
     @property
     def offset(self) -> int:
-        """Position of the next token; dropped tokens count."""
+        """Position of the next token, including dropped tokens."""
         return self._start_position + self._pair.count
 
     def maybe_trim_front(self) -> None:
-        """Drop the oldest tokens until at most `chunk_size` are stored. Copies nothing."""
+        """Drop the oldest tokens until at most `chunk_size` are left, without copying."""
         surplus = self._pair.count - self._chunk_size
         if surplus > 0:
             self._pair.start += surplus
@@ -163,7 +162,7 @@ class ChunkedKVCache(PairCache):
         return self._pair.append(keys, values)
 
     def is_trimmable(self) -> bool:
-        """Return True: down to `start_position`."""
+        """Return True; trimming stops at `start_position`."""
         return True
 
     def make_mask(
@@ -176,7 +175,7 @@ class ChunkedKVCache(PairCache):
     def state(self) -> tuple[Any, ...]:
         """``(keys, values)`` as views of the stored tokens; ``()`` when empty.
 
-        Setting it stores the tokens from position 0 on; `meta_state` moves them.
+        Setting it stores the tokens at position 0; `meta_state` moves them.
         """
         return super().state
 
@@ -197,14 +196,14 @@ class ChunkedKVCache(PairCache):
 
 
 class BatchKVCache(PairCache):
-    """One row per sequence; columns are shared, and each row begins with padding.
+    """A batch: one row per sequence, padded on the left to common columns.
 
-    Column `c` of row `i` holds a token if ``c >= left_padding[i]``. Prompts padded on the
-    right are announced by `prepare` and moved by `finalize`, after which all rows end in
-    the same column.
+    Column `c` of row `i` holds a token if ``c >= left_padding[i]``. Right-padded prompts are
+    announced with `prepare`; `finalize` then moves them, so that all rows end in the same
+    column.
 
-    It follows mlx-lm's ``BatchKVCache``. Here `filter` and `extract` also work on an empty
-    batch (mlx-lm counts below zero, or fails), `merge` and `extend` refuse shapes that differ
+    Modelled on mlx-lm's ``BatchKVCache``. Here `filter` and `extract` also work on an empty
+    batch (mlx-lm gets negative counts or fails), `merge` and `extend` refuse different shapes
     (mlx-lm pads heads with zeros), and a call that would lose right padding raises.
 
     Parameters
@@ -216,24 +215,24 @@ class BatchKVCache(PairCache):
     def __init__(self, left_padding: Counts) -> None:
         super().__init__()
         self._padding = row_counts("left_padding", left_padding)
-        # Announced right padding, and the column after which it comes.
+        # Announced right padding, and the column where it was announced.
         self._right: Rows | None = None
         self._right_from = 0
 
     @property
     def offset(self) -> int:
-        """Columns that are stored."""
+        """Number of stored columns."""
         return self._pair.count
 
     @property
     def rope_offset(self) -> Rows:
-        """Position of the next token of each row: columns less padding, maybe negative."""
+        """Position of each row's next token: columns minus padding, possibly negative."""
         offset: Rows = self._pair.count - self._padding
         return offset
 
     @property
     def left_padding(self) -> Rows:
-        """Leading columns of each row without a token, as a copy."""
+        """Leading columns of each row that hold no token, a copy."""
         return np.array(self._padding)
 
     @property
@@ -245,7 +244,7 @@ class BatchKVCache(PairCache):
         return self.batch_size
 
     def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
-        """Store new columns; return views of all of them. Errors as in `KVCache`."""
+        """Store new columns; return views of all columns. Errors as in `KVCache`."""
         if self._pair.length == 0:
             keys, values = self._pair.check(keys, values)
             check_size("rows of keys", keys.shape[0], self.batch_size)
@@ -263,18 +262,18 @@ class BatchKVCache(PairCache):
         Parameters
         ----------
         left_padding : sequence of int, optional
-            Further columns without a token at the beginning; only while nothing is stored.
+            More columns without a token at the beginning; only while the cache is empty.
         lengths : sequence of int, optional
-            Coming tokens of each row; here only `right_padding` counts.
+            Coming tokens of each row; not used, `right_padding` is.
         right_padding : sequence of int, optional
-            Columns at the end of the coming updates without a token; then call `finalize`.
+            Columns without a token at the end of the coming updates; call `finalize` after them.
 
         Raises
         ------
         CacheValueError
-            Left padding after tokens, or not one number per row.
+            Left padding on a cache with tokens, or not one number per row.
         CacheOrderError
-            Right padding that was announced before is not finalized.
+            Earlier right padding is not finalized.
         """
         left, _, right = announced(self.batch_size, left_padding, lengths, right_padding)
         if left is not None and self._pair.count:
@@ -292,7 +291,7 @@ class BatchKVCache(PairCache):
             return
         columns = self._pair.count - self._right_from
         if columns:
-            most = int(self._right.max(initial=0))  # `filter` may have left no row
+            most = int(self._right.max(initial=0))  # `filter` may have removed all rows
             if most > columns:
                 message = (
                     f"{most} columns of right padding were announced, "
@@ -304,13 +303,13 @@ class BatchKVCache(PairCache):
         self._right = None
 
     def advance(self, n: SupportsIndex) -> None:
-        """Do nothing: here `update` counts; recurrent caches in the same list need the call."""
+        """Do nothing; for recurrent caches in the same list."""
         as_int("n", n, minimum=0)
 
     def is_trimmable(self) -> bool:
-        """Return whether no right padding waits for `finalize`.
+        """Return whether no right padding is pending.
 
-        `trim` drops columns of all rows; padding stays, also that of a row without tokens.
+        `trim` drops columns of all rows and keeps the padding.
         """
         return self._right is None
 
@@ -321,7 +320,7 @@ class BatchKVCache(PairCache):
         return create_causal_mask(n, self._pair.count, window_size, left_padding=self._padding)
 
     def filter(self, batch_indices: Counts) -> None:
-        """Keep the given rows, in that order; columns that all of them pad are dropped."""
+        """Keep the given rows, in that order; drop columns that are padding in all of them."""
         rows = row_indices(batch_indices, self.batch_size)
         padding, common = self._padding[rows], 0
         if self._pair.count:
@@ -333,7 +332,7 @@ class BatchKVCache(PairCache):
         self._right_from = max(self._right_from - common, 0)
 
     def extend(self, other: BatchKVCache) -> None:
-        """Add the rows of `other` below, the newest columns of both together."""
+        """Append the rows of `other`, aligned at the newest column."""
         as_kind("other", other, BatchKVCache)
         self._refuse_pending("extend")
         other._refuse_pending("extend")
@@ -344,7 +343,7 @@ class BatchKVCache(PairCache):
         self._pair, self._padding = pair, row_counts("left_padding", padding)
 
     def extract(self, index: SupportsIndex) -> KVCache:
-        """Return row `index` as a `KVCache` of its own, without padding."""
+        """Return row `index` as a `KVCache`, without padding."""
         row = as_int("index", index, minimum=0, maximum=self.batch_size - 1)
         self._refuse_pending("extract")
         alone, first = KVCache(), int(self._padding[row])
@@ -354,7 +353,7 @@ class BatchKVCache(PairCache):
 
     @classmethod
     def merge(cls, caches: Iterable[KVCache]) -> BatchKVCache:
-        """Return a batch with one row for each of `caches`, whose own batch is 1."""
+        """Return a batch of `caches` with one row each."""
         caches = list(caches)
         for cache in caches:
             as_kind("caches", cache, KVCache)
@@ -374,7 +373,7 @@ class BatchKVCache(PairCache):
     def state(self) -> tuple[Any, ...]:
         """``(keys, values, rope_offset, left_padding)``; ``()`` when empty.
 
-        The padding of an empty batch is in `meta_state`; setting ``()`` keeps it.
+        The padding of an empty batch is in `meta_state`; setting ``()`` keeps the padding.
         """
         self._refuse_pending("state")
         if self._pair.count == 0:
@@ -401,7 +400,7 @@ class BatchKVCache(PairCache):
 
     @property
     def meta_state(self) -> tuple[str, ...]:
-        """``()``, or the padding of an empty batch as text."""
+        """``()``; for an empty batch, its padding as text."""
         return () if self._pair.count else tuple(str(p) for p in self._padding)
 
     @meta_state.setter
@@ -414,7 +413,7 @@ class BatchKVCache(PairCache):
 
 
 def parse_padding(meta: Sequence[Any]) -> Rows:
-    """Return the padding that the meta state of an empty batch holds."""
+    """Parse the padding from the meta state of an empty batch."""
     if not all(isinstance(p, str) and p.isascii() and p.isdigit() and len(p) < 19 for p in meta):
         message = f"left padding {shown(tuple(meta))} is not numbers as text"
         raise CacheValueError(message, "left_padding", tuple(meta))

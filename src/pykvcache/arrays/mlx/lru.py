@@ -1,4 +1,4 @@
-"""Prompt caches that are kept for the next request; the least recently used leaves first."""
+"""LRUPromptCache: prompt caches for later requests, with LRU eviction."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pykvcache.errors import CacheValueError, shown
 
 __all__ = ["LRUPromptCache"]
 
-# In the order in which they are evicted.
+# In order of eviction.
 _TYPES = ("assistant", "user", "system")
 
 
@@ -31,29 +31,28 @@ _Key: TypeAlias = tuple[Hashable, tuple[int, ...]]
 
 
 class LRUPromptCache:
-    """Prompt caches under their tokens, up to a number and a size.
+    """Prompt caches, indexed by their tokens, up to a number and a size.
 
-    It follows mlx-lm's ``LRUPromptCache``. There eviction is first in, first out, a stored
-    prefix of one token is never found, and of several longer entries only one is tried; here
-    every hit makes an entry the newest, and the nearest entry that can be trimmed serves. A
-    trimmed fetch copies only the tokens it returns, caches that do not trim as far as needed are
-    no hit, and an entry larger than `max_bytes` is not stored and evicts no other.
+    Modelled on mlx-lm's ``LRUPromptCache``, which evicts first in, first out, never finds a stored
+    prefix of one token, and tries only one of several longer entries. Here a hit makes an entry
+    the newest, and the nearest trimmable entry is used. A trimmed fetch copies only the tokens
+    that it returns, caches that cannot be trimmed far enough are a miss, and an entry larger than
+    `max_bytes` is not stored and evicts nothing.
 
-    Entries are copies, independent of the caches that were inserted or fetched. Not safe for
-    several threads at once.
+    Entries are copies, independent of inserted and fetched caches. Not thread-safe.
 
     Parameters
     ----------
     max_size : int
-        Entries to keep.
+        Maximum number of entries.
     max_bytes : int
-        Bytes to keep, by the caches' ``nbytes``.
+        Maximum number of bytes, by the caches' ``nbytes``.
     """
 
     def __init__(self, max_size: SupportsIndex = 10, max_bytes: SupportsIndex = 1 << 63) -> None:
         self._max_size = as_int("max_size", max_size, minimum=0)
         self._max_bytes = as_int("max_bytes", max_bytes, minimum=0)
-        # By type, oldest first; the trie finds their keys.
+        # By type, oldest first; the trie finds keys.
         self._entries: dict[str, OrderedDict[_Key, _Entry]] = {
             name: OrderedDict() for name in _TYPES
         }
@@ -61,7 +60,7 @@ class LRUPromptCache:
         self._trie: PromptTrie[str] = PromptTrie()  # the type of each entry
 
     def __copy__(self) -> LRUPromptCache:
-        # A shallow copy would share the index of the entries.
+        # A shallow copy would share the trie.
         return copy.deepcopy(self)
 
     def __len__(self) -> int:
@@ -69,12 +68,12 @@ class LRUPromptCache:
 
     @property
     def max_size(self) -> int:
-        """Entries to keep."""
+        """Maximum number of entries."""
         return self._max_size
 
     @property
     def max_bytes(self) -> int:
-        """Bytes to keep."""
+        """Maximum number of bytes."""
         return self._max_bytes
 
     @property
@@ -85,11 +84,12 @@ class LRUPromptCache:
     def fetch_nearest_cache(
         self, model: Hashable, tokens: Tokens
     ) -> tuple[list[BaseCache] | None, list[int]]:
-        """Return copies of the caches that save most work, and the tokens left to evaluate.
+        """Return copies of the best entry's caches, and the tokens left to evaluate.
 
-        An entry for exactly these tokens leaves none. Else the nearest longer one whose caches
-        can be trimmed to the common prefix, less one token if that is the whole prompt (of one
-        token that leaves empty caches); else the longest shorter one; else None and all tokens.
+        The best entry is, in this order: an exact one, which leaves no tokens; the nearest longer
+        one whose caches can be trimmed to the common prefix, minus one token if that is the whole
+        prompt (empty caches for a prompt of one token); the longest shorter one. Otherwise
+        returns None and all tokens.
         """
         keys = token_list(tokens)
         found = self._trie.search(model, keys)
@@ -107,9 +107,9 @@ class LRUPromptCache:
         return None, keys
 
     def _hit(self, model: Hashable, tokens: list[int], n: int) -> list[BaseCache] | None:
-        """Return copies without the newest `n` tokens of an entry, which becomes the newest.
+        """Return copies of an entry without the newest `n` tokens; the entry becomes the newest.
 
-        None if a layer cannot go back so far.
+        None if a layer cannot be trimmed so far.
         """
         entries = self._entries[self._trie.get(model, tokens)]
         key = model, tuple(tokens)
@@ -135,9 +135,9 @@ class LRUPromptCache:
     ) -> None:
         """Store copies of `prompt_cache` as the newest entry.
 
-        An entry for the same tokens is replaced. If the caches can be trimmed, entries for
-        prefixes of the tokens are dropped, because this one serves for them. Then entries are
-        evicted until there are at most `max_size`, of at most `max_bytes`.
+        Replaces an entry for the same tokens. If the caches can be trimmed, drops entries for
+        prefixes of the tokens, because this one covers them. Then evicts entries down to
+        `max_size` and `max_bytes`.
 
         Parameters
         ----------
@@ -165,10 +165,10 @@ class LRUPromptCache:
     def trim_to(
         self, *, n_sequences: SupportsIndex | None = None, n_bytes: SupportsIndex | None = None
     ) -> None:
-        """Evict entries until there are at most so many, of at most so many bytes.
+        """Evict entries down to a number and a number of bytes.
 
-        Below 0 counts as 0. The oldest entry of type assistant is evicted, unless there are more
-        of type user; then the oldest of those, unless there are more of type system.
+        Negative numbers count as 0. Evicts the oldest entry of type assistant, unless more entries
+        are of type user; then the oldest of those, unless more are of type system.
         """
         entries = len(self) if n_sequences is None else max(as_int("n_sequences", n_sequences), 0)
         limit = self.nbytes if n_bytes is None else max(as_int("n_bytes", n_bytes), 0)

@@ -15,7 +15,7 @@ from pykvcache.errors import CacheDTypeError, CacheValueError, shown
 
 __all__ = ["create_attention_mask", "create_causal_mask"]
 
-# Rows and columns together: more booleans than any machine has.
+# Maximum of rows plus columns.
 _MOST = 2**40
 
 
@@ -26,9 +26,9 @@ def create_causal_mask(
     right_padding: Counts | None = None,
     left_padding: Counts | None = None,
 ) -> NDArray[np.bool_]:
-    """Return which of ``offset + n`` keys each of the last `n` queries may see.
+    """Return which of ``offset + n`` keys each of the last `n` queries sees.
 
-    Query `i` sits at ``offset + i`` and sees the keys up to itself, as in mlx-lm.
+    Query `i` is at ``offset + i`` and sees the keys up to itself, as in mlx-lm.
 
     Parameters
     ----------
@@ -37,8 +37,8 @@ def create_causal_mask(
     offset : int
         Keys before the first query.
     window_size : int, optional
-        Keys that a query sees at most, its own included; at least 1. (Ollama's window W,
-        that of ``SWACache``, lets a query see W + 1.)
+        Maximum number of keys that a query sees, including its own; at least 1. (Ollama's window
+        W of ``SWACache`` shows W + 1 keys.)
     right_padding, left_padding : array of int, shape (batch,), optional
         Columns at the end and at the beginning of each row that hold no token.
 
@@ -61,8 +61,8 @@ def create_causal_mask(
             f"together they may be {_MOST}"
         )
         raise CacheValueError(message, "mask", (n, columns), _MOST)
-    # Whether a key is visible depends on its distance alone: every row is a window of one line
-    # of booleans. Copying rows is several times faster than comparing indices.
+    # Visibility depends only on distance, so every row is a window of one line of booleans.
+    # Copying rows is several times faster than comparing indices.
     line = np.zeros(columns + n - 1, np.bool_)
     first = 0 if window_size is None else columns - as_int("window_size", window_size, minimum=1)
     line[max(first, 0) : columns] = True
@@ -91,8 +91,8 @@ def create_attention_mask(
 ) -> Mask:
     """Return the mask for hidden states `h`, `(batch, n_tokens, ...)`.
 
-    With a cache, its own mask. Else None for a single token, an array if `return_array` or if
-    the window is shorter than `h`, and ``"causal"`` otherwise.
+    With a cache, the cache's mask. Otherwise None for a single token, an array if `return_array`
+    is set or the window is shorter than `h`, else ``"causal"``.
     """
     try:
         shape = np.shape(h)
@@ -115,7 +115,7 @@ def create_attention_mask(
 def history_mask(
     n: SupportsIndex, offset: int, window_size: SupportsIndex | None, return_array: bool
 ) -> Mask:
-    """Return the mask of a cache that keeps `offset` tokens and hides none of them."""
+    """Return the mask of a cache with `offset` tokens, none of them hidden."""
     n = as_int("n", n, minimum=1)
     if window_size is not None:
         return create_causal_mask(n, offset, window_size)
@@ -125,7 +125,7 @@ def history_mask(
 
 
 def _per_row(name: str, padding: Counts) -> NDArray[np.int64]:
-    # mlx-lm counts padding that has left a ring below 0: there is none.
+    # mlx-lm has negative padding after it has left a ring: treat as 0.
     try:
         per_row: NDArray[np.int64] = row_counts(name, padding, signed=True)[:, None, None, None]
     except CacheDTypeError as error:

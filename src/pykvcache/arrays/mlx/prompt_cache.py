@@ -1,6 +1,6 @@
-"""The caches of a whole prompt, one per layer: made, trimmed, saved and loaded.
+"""Make, trim, save and load the caches of a prompt, one per layer.
 
-Files are safetensors files in one of two layouts of mlx-lm, 0.31 and 0.32.
+Files are safetensors files in mlx-lm's layout 0.31 or 0.32.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ __all__ = [
     "trim_prompt_cache",
 ]
 
-#: Layouts of prompt cache files, by the first (0.32) or last (0.31) mlx-lm that has them.
-# Stubtest takes a Literal of several for no union.
+#: Layouts of prompt cache files, named by mlx-lm versions.
+# Written as a union for stubtest.
 PromptCacheLayout: TypeAlias = Literal["0.31"] | Literal["0.32"]
 
-#: First tokens that the rings of `make_prompt_cache` keep.
+#: Number of first tokens that the rings of `make_prompt_cache` keep.
 ROTATING_DEFAULT_KEEP = 4
 
 _MAX_LAYERS = 65_536
@@ -57,14 +57,14 @@ _MAX_LAYERS = 65_536
 
 @dataclass(frozen=True)
 class PromptCacheConfig:
-    """The facts about a model that `make_prompt_cache` needs.
+    """Facts about a model for `make_prompt_cache`.
 
     Attributes
     ----------
     num_hidden_layers : int
-        Number of caches.
+        Number of layers, one cache each.
     sliding_window : int, optional
-        Size of the rings; None for plain caches, below 0 counts as 0.
+        Size of the rings; None for plain caches, negative counts as 0.
     """
 
     num_hidden_layers: int
@@ -74,8 +74,8 @@ class PromptCacheConfig:
 def make_prompt_cache(config: PromptCacheConfig) -> list[BaseCache]:
     """Return an empty cache for each layer.
 
-    `RotatingKVCache` of the sliding window, keeping `ROTATING_DEFAULT_KEEP` tokens, if there
-    is a window; else `KVCache`.
+    With a sliding window these are `RotatingKVCache`, keeping `ROTATING_DEFAULT_KEEP` tokens; else
+    `KVCache`.
     """
     if not isinstance(config, PromptCacheConfig):
         raise TypeError(f"config must be a PromptCacheConfig, not {type(config).__name__}")
@@ -92,9 +92,9 @@ def can_trim_prompt_cache(cache: Sequence[BaseCache]) -> bool:
 
 
 def trim_prompt_cache(cache: Sequence[BaseCache], num_tokens: SupportsIndex) -> int:
-    """Drop the newest tokens of all layers; return how many the first one dropped.
+    """Drop the newest tokens of all layers; return the number that the first one dropped.
 
-    0, and no layer is changed, if one cannot be trimmed or there are none.
+    Returns 0 and changes nothing if a layer cannot be trimmed, or without layers.
     """
     n = as_int("num_tokens", num_tokens, minimum=0)
     layers = as_caches("cache", cache)
@@ -113,21 +113,20 @@ def save_prompt_cache(
 ) -> None:
     """Save the caches of all layers in a file that mlx-lm reads.
 
-    The file appears under its name when it is complete; one that was there before stays until
-    then.
+    Written atomically: an old file stays until the new one is complete.
 
     Parameters
     ----------
     file_name : path
-        Used as it is; no suffix is added.
+        Path of the file; no suffix is added.
     cache : sequence of cache
-        One for each layer.
+        One per layer.
     metadata : mapping of str to str, optional
         Texts that `load_prompt_cache` returns with the cache.
     layout : "0.32" or "0.31"
-        The version of mlx-lm that shall read the file: "0.32" for 0.32 and later, which read
-        no other layout; "0.31" for earlier ones. `load_prompt_cache` reads both, and
-        `prompt_cache_layout` tells them apart. mlx-lm 0.32 has no `MambaCache`: it reads one as
+        The mlx-lm version that is to read the file: "0.32" for 0.32 and later, which read no
+        other layout; "0.31" for earlier ones. `load_prompt_cache` reads both, and
+        `prompt_cache_layout` tells them apart. mlx-lm 0.32 has no `MambaCache` and reads it as
         an `ArraysCache` of two slots.
 
     Raises
@@ -135,12 +134,12 @@ def save_prompt_cache(
     OSError
         The file cannot be written.
     CacheValueError
-        An unknown `layout`; a cache that could not be loaded again; or a `CacheList` or an
-        `ArraysCache` without members, which "0.32" cannot hold.
+        The `layout` is unknown, a cache could not be loaded again, or a `CacheList` or
+        `ArraysCache` has no members, which "0.32" cannot store.
     CacheDTypeError
-        A dtype that the format does not have, or metadata that is not text.
+        A dtype is not supported by the format, or metadata is not text.
     CacheOrderError
-        A batch waits for ``finalize``.
+        A batch is not finalized.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
@@ -152,7 +151,7 @@ def save_prompt_cache(
     _check_metadata({} if metadata is None else metadata)
     write = _written if layout == "0.32" else _written_0_31
     arrays, texts = write(layers, metadata or {})
-    _parsed(arrays, texts)  # a cache that could not be loaded again is not saved
+    _parsed(arrays, texts)  # refuse a cache that could not be loaded again
     path = _path(file_name)
     if not path.parent.exists():
         raise FileNotFoundError(errno.ENOENT, f"there is no folder {path.parent}", str(path))
@@ -161,7 +160,7 @@ def save_prompt_cache(
         made = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         own = stat.S_IMODE(os.fstat(made).st_mode) if mode is None else mode
         os.close(made)
-        os.chmod(temporary, 0o600)  # safetensors opens it again, whatever the umask
+        os.chmod(temporary, 0o600)  # safetensors reopens it, whatever the umask
         native = {key: _native(array) for key, array in arrays.items()}
         save_file(native, temporary, texts or None)
         os.chmod(temporary, own)
@@ -180,16 +179,16 @@ def save_prompt_cache(
 
 
 def prompt_cache_layout(file_name: str | os.PathLike[str]) -> PromptCacheLayout:
-    """Return the layout of a prompt cache's file: "0.32", of mlx-lm 0.32 and later, or "0.31".
+    """Return the layout of a prompt cache file: "0.32" (mlx-lm 0.32 and later) or "0.31".
 
-    Only the file's header is read. A file without any layer that has no metadata is "0.31".
+    Reads only the file's header. A file without layers and metadata is "0.31".
 
     Raises
     ------
     OSError
         The file is missing or cannot be read.
     CacheValueError
-        It is damaged, or no prompt cache.
+        It is damaged or not a prompt cache.
     """
     return "0.32" if _is_0_32(_read(_path(file_name), arrays=False)[1]) else "0.31"
 
@@ -205,9 +204,9 @@ def load_prompt_cache(
 def load_prompt_cache(
     file_name: str | os.PathLike[str], return_metadata: bool = False
 ) -> list[BaseCache] | tuple[list[BaseCache], dict[str, str]]:
-    """Load a file of `save_prompt_cache`, or of mlx-lm in either of its layouts.
+    """Load a file of `save_prompt_cache`, or of mlx-lm in either layout.
 
-    bfloat16, which NumPy lacks, becomes float32.
+    bfloat16 becomes float32.
 
     Returns
     -------
@@ -218,7 +217,7 @@ def load_prompt_cache(
     OSError
         The file is missing or cannot be read.
     CacheValueError, CacheDTypeError
-        It is damaged, no prompt cache, or its parts do not belong together.
+        It is damaged, not a prompt cache, or its parts are inconsistent.
     """
     layers, metadata = _parsed(*_read(_path(file_name)))
     caches = [from_state(*layer) for layer in layers]
@@ -233,8 +232,8 @@ _Texts: TypeAlias = dict[str, str]
 _Node: TypeAlias = Any
 
 _MAX_DEPTH = 16
-# mlx-lm 0.32 ignores the text "2.0", which was a class name in 0.31. Ours lists the keys of the
-# class names that were MambaCache, which mlx-lm 0.32 does not have.
+# mlx-lm 0.32 ignores the text "2.0", which was a class name in 0.31. We use it to list the keys of
+# MambaCache class names, which mlx-lm 0.32 does not have.
 _MAMBA = "MambaCache:"
 
 
@@ -246,7 +245,7 @@ def _is_0_32(texts: Mapping[str, str]) -> bool:
 def _written(layers: Sequence[BaseCache], metadata: Mapping[str, str]) -> tuple[_Arrays, _Texts]:
     """Lay out 0.32: metadata under "0.", class names under "1."; every part is an array."""
     arrays: _Arrays = {}
-    others: list[tuple[str, str]] = []  # keys of parts that were no arrays, and their types
+    others: list[tuple[str, str]] = []  # keys and types of parts that are not arrays
     mambas: list[str] = []
 
     def named(key: str, name: str) -> str:
@@ -315,7 +314,7 @@ def _flatten(key: str, tree: Any, out: dict[str, Any], empty: str | None = None)
 def _parsed(
     arrays: Mapping[str, NDArray[Any]], texts: Mapping[str, str]
 ) -> tuple[list[tuple[KvCacheKind, tuple[Any, ...], tuple[Any, ...]]], _Texts]:
-    """Return kind, state and meta state of each layer, and the caller's metadata."""
+    """Parse kind, state and meta state of each layer, and the caller's metadata."""
     groups: dict[str, _Texts] = {"0": {}, "1": {}, "2": {}}
     for key, text in texts.items():
         head, _, rest = key.partition(".")
@@ -371,7 +370,7 @@ def _values(arrays: Mapping[str, NDArray[Any]], texts: Mapping[str, str]) -> dic
 
 
 def _tree(leaves: Mapping[str, Any]) -> dict[int, _Node]:
-    """Return dotted keys as a tree of dicts."""
+    """Convert dotted keys to a tree of dicts."""
     root: dict[int, _Node] = {}
     for key, leaf in leaves.items():
         steps = key.split(".")
@@ -392,7 +391,7 @@ def _tree(leaves: Mapping[str, Any]) -> dict[int, _Node]:
 
 
 def _meta(kind: KvCacheKind, node: _Node) -> tuple[Any, ...]:
-    """Return the meta state in a node of a 0.31 file."""
+    """Parse the meta state of a 0.31 file's node."""
     parts = dense(node, "values of a meta state")
     if kind is not KvCacheKind.CACHE_LIST:
         return parts
@@ -406,7 +405,7 @@ def _meta(kind: KvCacheKind, node: _Node) -> tuple[Any, ...]:
 
 
 def _state(kind: KvCacheKind, node: _Node, meta: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the state in a node of a 0.31 file, from which empty states are missing."""
+    """Parse the state of a 0.31 file's node; empty states are missing from the file."""
     if not isinstance(node, dict):
         raise CacheValueError(f"the state of a {kind} is a single array", "state", str(kind))
     if kind is KvCacheKind.CACHE_LIST:
@@ -446,7 +445,7 @@ def _check_metadata(metadata: object) -> None:
 
 
 def _check_header(path: Path, temporary: str) -> None:
-    """Raise `CacheValueError` unless a file can be opened again: its header may be too long."""
+    """Raise `CacheValueError` if a file cannot be opened again: its header may be too long."""
     try:
         _read(Path(temporary), arrays=False)
     except CacheValueError as error:
@@ -465,8 +464,8 @@ def _path(file_name: str | os.PathLike[str]) -> Path:
 def _read(path: Path, *, arrays: bool = True) -> tuple[_Arrays, _Texts]:
     from safetensors import SafetensorError, safe_open
 
-    check_regular(str(path))  # a pipe would wait
-    with path.open("rb"):  # raises the OSError of a file that cannot be read
+    check_regular(str(path))  # a pipe would block
+    with path.open("rb"):  # raises OSError if it cannot be read
         pass
     try:
         with safe_open(path, framework="np") as file:
@@ -493,15 +492,15 @@ def _load_arrays(path: Path, file: Any, names: list[str]) -> _Arrays:
 
 
 def _widened(path: Path, names: set[str]) -> _Arrays:
-    """Load bfloat16 arrays, which NumPy lacks, as float32."""
+    """Load bfloat16 arrays as float32."""
     import safetensors
 
-    # Untyped in its own package.
+    # Untyped in safetensors.
     deserialize: Any = safetensors.deserialize
     arrays = {}
     for name, entry in deserialize(path.read_bytes()):
         if name in names:
-            # bfloat16 is the upper half of a float32.
+            # bfloat16 is the upper half of float32.
             upper = np.frombuffer(bytes(entry["data"]), "<u2").astype(np.uint32)
             arrays[name] = (upper << np.uint32(16)).view(np.float32).reshape(entry["shape"])
     return arrays

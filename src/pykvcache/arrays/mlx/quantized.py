@@ -1,4 +1,4 @@
-"""A cache that stores keys and values with a few bits each."""
+"""QuantizedKVCache: keys and values with a few bits each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["QuantizedKVCache"]
 #: Packed codes (uint32), scales and biases.
 Triple: TypeAlias = tuple[NDArray[np.uint32], NDArray[Any], NDArray[Any]]
 
-# Widths of a code.
+# Supported bits per code.
 _BITS = (2, 3, 4, 6, 8)
 _FLOATS = ("float16", "float32", "float64")
 
@@ -32,12 +32,11 @@ _FLOATS = ("float16", "float32", "float64")
 class QuantizedKVCache(BaseCache):
     """All tokens of a sequence, quantized in groups along the head.
 
-    It follows mlx-lm's ``QuantizedKVCache``: each of keys and values is a triple of packed
-    uint32 codes, scales and biases, `(batch, n_kv_heads, n_tokens, ...)` each. The scale is
-    ``(max - min) / (2**bits - 1)`` of its group, rounded up to the dtype. The error of an
-    element is at most half of that plus rounding: one rounding to the nearest for float16, four
-    ``eps`` of the group's largest magnitude for float32 and float64. An empty cache has a state
-    (mlx-lm fails there).
+    Modelled on mlx-lm's ``QuantizedKVCache``: keys and values are triples of packed uint32 codes,
+    scales and biases, `(batch, n_kv_heads, n_tokens, ...)` each. The scale is
+    ``(max - min) / (2**bits - 1)`` of its group, rounded up to the dtype. The error of an element
+    is at most half a scale plus rounding: to the nearest for float16, four ``eps`` of the group's
+    largest magnitude for float32 and float64. An empty cache has a state (mlx-lm fails).
 
     Parameters
     ----------
@@ -51,7 +50,7 @@ class QuantizedKVCache(BaseCache):
         self._group_size, self._bits = _checked(
             as_int("group_size", group_size), as_int("bits", bits)
         )
-        # Keys and values of the words, of the scales and of the biases.
+        # Keys and values of words, scales and biases.
         self._parts = TokenPair(), TokenPair(), TokenPair()
 
     @property
@@ -61,12 +60,12 @@ class QuantizedKVCache(BaseCache):
 
     @property
     def bits(self) -> int:
-        """Bits of a code."""
+        """Bits per code."""
         return self._bits
 
     @property
     def offset(self) -> int:
-        """Stored tokens, and the position of the next one."""
+        """Number of stored tokens, which is the position of the next one."""
         return self._parts[0].length
 
     @property
@@ -77,8 +76,8 @@ class QuantizedKVCache(BaseCache):
     def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
         """Quantize and store new tokens; return all keys and values, dequantized.
 
-        Every call computes the whole history anew; `update_quantized` does not. Errors as
-        in `KVCache.update`, for head sizes that do not fit, and for infinities and NaN.
+        Every call dequantizes the whole history; `update_quantized` does not. Errors as in
+        `KVCache.update`; also for head sizes that do not fit, and for infinities and NaN.
         """
         key_triple, value_triple = self.update_quantized(keys, values)
         return (
@@ -87,7 +86,7 @@ class QuantizedKVCache(BaseCache):
         )
 
     def update_quantized(self, keys: NDArray[Any], values: NDArray[Any]) -> tuple[Triple, Triple]:
-        """Quantize and store new tokens; return views of all codes, scales and biases."""
+        """Quantize and store new tokens; return all codes, scales and biases as views."""
         keys, values = TokenPair().check(keys, values)
         new_keys = quantize(keys, self._group_size, self._bits)
         new_values = quantize(values, self._group_size, self._bits)
@@ -133,9 +132,9 @@ class QuantizedKVCache(BaseCache):
         self._group_size, self._bits = group_size, bits
 
     def from_serialized(self, state: Sequence[Any], meta: Sequence[Any]) -> None:
-        """Take over a state and its meta state, or raise and change nothing."""
+        """Set state and meta state, or raise and change nothing."""
         _, group_size, bits = meta_ints("QuantizedKVCache", ("offset", "group_size", "bits"), meta)
-        # The state is laid out as the new meta state says.
+        # The new meta state defines the state's layout.
         restored = QuantizedKVCache(group_size, bits)
         restored.state = state
         restored.meta_state = meta
@@ -146,7 +145,7 @@ class QuantizedKVCache(BaseCache):
         return True
 
     def trim(self, n: SupportsIndex) -> int:
-        """Drop the newest `n` tokens, or as many as there are; return how many."""
+        """Drop the newest `n` tokens, or all if fewer; return the number."""
         dropped = min(as_int("n", n, minimum=0), self.offset)
         for part in self._parts:
             part.length -= dropped
@@ -155,7 +154,7 @@ class QuantizedKVCache(BaseCache):
     def make_mask(
         self, n: SupportsIndex, window_size: SupportsIndex | None = None, return_array: bool = False
     ) -> Mask:
-        """Return the mask for `n` new tokens, as `KVCache` does."""
+        """Return the mask for `n` new tokens, as in `KVCache`."""
         return history_mask(n, self.offset, window_size, return_array)
 
     def size(self) -> int:
@@ -163,7 +162,7 @@ class QuantizedKVCache(BaseCache):
         return self.offset
 
     def is_empty(self) -> bool:
-        """Return whether no token is stored."""
+        """Return whether the cache has no tokens."""
         return self.offset == 0
 
     def _copied(self) -> Self:
@@ -232,15 +231,15 @@ def quantize(x: NDArray[Any], group_size: int, bits: int) -> Triple:
 
     ``x ~ code * scale + bias`` with ``bias = min`` and ``scale = (max - min) / (2**bits - 1)``
     of the group, both in the dtype of `x`, the scale rounded up. The error is at most half a
-    scale plus the rounding of `dequantize`. (mlx shifts the grid so that 0 stays 0, and can be
-    off by more.)
+    scale plus the rounding of `dequantize`. (mlx shifts the grid so that 0 stays 0, and its error
+    can be larger.)
 
     Parameters
     ----------
     x : ndarray of float16, float32 or float64
-        Last axis a multiple of `group_size` and, in bits, of 32.
+        The last axis must be a multiple of `group_size` and, in bits, of 32.
     group_size, bits : int
-        Elements that share a scale, and the width of a code.
+        Elements that share a scale, and bits per code.
 
     Returns
     -------
@@ -262,7 +261,7 @@ def quantize(x: NDArray[Any], group_size: int, bits: int) -> Triple:
         raise CacheValueError(message, "head_dim", dim, limit)
     levels = 2**bits - 1
     groups = x.reshape(*x.shape[:-1], dim // group_size, group_size)
-    # np.seterr of the caller must not turn the rounding of a scale into an error.
+    # The caller's np.seterr must not turn rounding into an error.
     with np.errstate(all="ignore"):
         low, high = groups.min(axis=-1), groups.max(axis=-1)
         if not (np.isfinite(low).all() and np.isfinite(high).all()):
@@ -270,17 +269,17 @@ def quantize(x: NDArray[Any], group_size: int, bits: int) -> Triple:
             raise CacheValueError(message, "keys or values")
         part = np.float64(1)
         if dtype == np.float64 and not np.isfinite(high - low).all():
-            # The range of a group may exceed the largest float64; a quarter of it does not.
+            # A group's range may overflow float64; a quarter of it cannot.
             part = np.where(np.isfinite(high - low), 1, 0.25)
             groups = groups * part[..., None]
         bottom = low.astype(np.float64) * part
         reach = high.astype(np.float64) * part - bottom
         scales = (reach / levels / part).astype(dtype)
-        # A scale rounded down would leave the maximum more than half a step beyond the grid.
+        # With a scale rounded down the maximum could be off by more than half a step.
         above = np.nextafter(scales, dtype.type("inf"))
         scales = np.where(scales.astype(np.float64) * part * levels < reach, above, scales)
         steps = np.where(scales > 0, scales, dtype.type(1)).astype(np.float64) * part
-        # In place: allocating an array for each step would cost more than the steps.
+        # In place, because allocation would cost more than the arithmetic.
         codes = np.subtract(groups, bottom[..., None], dtype=np.float64)
         codes /= steps[..., None]
         np.rint(codes, out=codes)
@@ -291,8 +290,8 @@ def quantize(x: NDArray[Any], group_size: int, bits: int) -> Triple:
 def dequantize(triple: Triple, group_size: int, bits: int) -> NDArray[Any]:
     """Return ``code * scale + bias`` in the dtype of the scales.
 
-    float16 is computed in float32 and rounded once. A result beyond the largest number of the
-    dtype, by half a step at most, becomes that number.
+    float16 is computed in float32 and rounded once. A result that exceeds the dtype's largest
+    number, by at most half a step, is clipped.
     """
     words, scales, biases = triple
     codes = _unpack(words, bits)
@@ -305,7 +304,7 @@ def dequantize(triple: Triple, group_size: int, bits: int) -> NDArray[Any]:
         if wide != dtype:
             np.clip(x, -largest, largest, out=x)
         elif (beyond := ~np.isfinite(x).all(axis=-1)).any():
-            # `code * scale` alone can overflow; a quarter of it does not.
+            # `code * scale` may overflow; a quarter of it cannot.
             quarter = wide.type(0.25)
             parts = scales[beyond] * quarter, biases[beyond] * quarter
             quarters = _expanded(groups[beyond], *parts, wide)
@@ -324,7 +323,7 @@ def _expanded(
 
 
 def _unit(bits: int) -> int:
-    # Bytes after which codes and bytes line up again.
+    # Bytes after which codes are aligned to bytes again.
     return 3 if bits in (3, 6) else 1
 
 

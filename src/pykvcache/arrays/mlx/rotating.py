@@ -1,4 +1,4 @@
-"""Rings of keys and values: of one sequence, and of several side by side."""
+"""Ring buffers of keys and values: of one sequence, and of a batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["BatchRotatingKVCache", "RotatingKVCache"]
 
 
 class _RingCache(PairCache):
-    """A cache of `max_size` columns, of which a single new one replaces the oldest."""
+    """A cache of `max_size` columns; a single new column replaces the oldest."""
 
     def __init__(self, max_size: SupportsIndex) -> None:
         super().__init__()
@@ -41,21 +41,21 @@ class _RingCache(PairCache):
 
     @property
     def offset(self) -> int:
-        """Columns seen so far, and the position of the next one."""
+        """Number of columns seen so far, which is the position of the next one."""
         return self._offset
 
     @property
     def max_size(self) -> int:
-        """Columns that are kept."""
+        """Maximum number of columns."""
         return self._max_size
 
     @property
     def rotated(self) -> bool:
-        """Whether the columns do not lie from old to new."""
+        """Whether the columns are not in order of age."""
         return self._index < self._pair.length
 
     def size(self) -> int:
-        """Return the number of stored columns that count: at most `max_size`."""
+        """Return the number of valid columns, at most `max_size`."""
         return min(self._pair.length, self._max_size)
 
     def is_trimmable(self) -> bool:
@@ -63,7 +63,7 @@ class _RingCache(PairCache):
         return self._offset < self._max_size
 
     def trim(self, n: SupportsIndex) -> int:
-        """Drop the newest `n` columns, or as many as there are; 0 if not trimmable."""
+        """Drop the newest `n` columns, or all if fewer; return the number, 0 if not trimmable."""
         dropped = super().trim(n)
         self._offset -= dropped
         self._index -= dropped
@@ -76,16 +76,16 @@ class _RingCache(PairCache):
             raise CacheValueError(message, "max_size", 0, 1)
 
     def _ordered(self, keep: int = 0, drop: int = 0, more: Arrays | None = None) -> TokenPair:
-        """Return the columns from old to new, in buffers of exactly that size.
+        """Return the columns in order of age, in buffers without spare room.
 
         Parameters
         ----------
         keep : int
-            The first columns of the buffer that the ring does not overwrite.
+            Number of first columns that the ring does not overwrite.
         drop : int
-            Leave out this many of the oldest columns after the kept ones.
+            Omit this many of the oldest columns after the kept ones.
         more : (keys, values), optional
-            Append these.
+            Columns to append.
         """
         pair, index, rows = self._pair, self._index, self._pair.length
         keep = min(keep, rows)
@@ -100,10 +100,10 @@ class _RingCache(PairCache):
         return TokenPair(*made)
 
     def _overwrite(self, column: int, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
-        """Write checked arrays of one token over a column; return views of all columns."""
+        """Overwrite a column with checked arrays of one token; return views of all columns."""
         if values.base is not None:
-            values = values.copy()  # they may be a view of the keys, which are written first
-        # The column has the dtype and shape of the arrays already.
+            values = values.copy()  # may be a view of the keys, which are written first
+            # The column already has the arrays' dtype and shape.
         self._pair.k_rows[column] = keys
         self._pair.v_rows[column] = values
         self._index = column + 1
@@ -112,23 +112,23 @@ class _RingCache(PairCache):
 
 
 class RotatingKVCache(_RingCache):
-    """The first `keep` and the newest tokens, `max_size` in all.
+    """The first `keep` tokens and the newest ones, `max_size` in total.
 
-    It follows mlx-lm's ``RotatingKVCache``: single tokens overwrite the oldest one after
-    the kept ones, in the order of the ring; several at once put the ring in order, leave
-    ``max_size - 1`` and add themselves, so that each of them finds its whole window. Kept
-    tokens stay visible in every mask (mlx-lm's masks roll or window them away).
+    Modelled on mlx-lm's ``RotatingKVCache``. A single token overwrites the oldest one after the
+    kept ones. Several tokens at once bring the ring into order of age, keep ``max_size - 1``
+    old tokens and append themselves, so that each sees its whole window. Kept tokens are
+    visible in every mask (mlx-lm's masks roll or window them away).
 
     A query sees the stored tokens among the newest ``window_size`` (default `max_size`),
-    its own included, and the kept ones.
+    including its own, and the kept ones.
 
     Parameters
     ----------
     max_size : int
-        Tokens to keep; an `update` of a ring of size 0 raises.
+        Maximum number of tokens; `update` raises for a ring of size 0.
     keep : int
-        Number of them that are the first of the sequence. At most ``max_size - 1`` take
-        effect: the newest token always has a place.
+        Number of first tokens that are never overwritten. At most ``max_size - 1`` take effect,
+        so that the newest token has a place.
     """
 
     def __init__(self, max_size: SupportsIndex, keep: SupportsIndex = 0) -> None:
@@ -137,7 +137,7 @@ class RotatingKVCache(_RingCache):
 
     @property
     def keep(self) -> int:
-        """First tokens that are never overwritten."""
+        """Number of first tokens that are never overwritten."""
         return self._keep
 
     @property
@@ -145,10 +145,10 @@ class RotatingKVCache(_RingCache):
         return min(self._keep, max(self._max_size - 1, 0))
 
     def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
-        """Store new tokens; return views of those they may attend to.
+        """Store new tokens; return views of the tokens that they attend to.
 
-        After a single token that is the ring as it lies; after several it is from old to
-        new, up to ``max_size - 1`` tokens and the new ones. Errors as in `KVCache.update`,
+        After a single token, the views are in ring order. After several, they are in order of
+        age: up to ``max_size - 1`` old tokens and the new ones. Errors as in `KVCache.update`,
         and ``CacheValueError`` for a ring of size 0.
         """
         self._room()
@@ -175,9 +175,9 @@ class RotatingKVCache(_RingCache):
     ) -> Mask:
         """Return the mask for `n` new tokens.
 
-        Several: `(n, columns)` from old to new, or ``"causal"`` if that is enough. One:
-        None, unless the window is shorter than the ring and than the sequence; then a row
-        `(columns,)` in the order of the ring.
+        For several tokens, `(n, columns)` in order of age, or ``"causal"`` if that is enough.
+        For one token, None, or `(columns,)` in ring order if the window is shorter than the
+        ring and the sequence.
         """
         n = as_int("n", n, minimum=1)
         window = None if window_size is None else as_int("window_size", window_size, minimum=1)
@@ -187,7 +187,7 @@ class RotatingKVCache(_RingCache):
             return "causal"
         if n == 1 and (window is None or window >= limit or self._offset < window):
             return None
-        # The ring makes room for one token; the others come on top.
+        # The ring makes room for one token; the others are added.
         mask = create_causal_mask(n, before, max(limit, 1) if window is None else window)
         kept = mask[:, : self._kept]
         kept |= np.arange(kept.shape[1]) <= np.arange(before, before + n)[:, None]
@@ -195,21 +195,21 @@ class RotatingKVCache(_RingCache):
             return mask
         row: NDArray[np.bool_] = mask[0]
         if self._pair.length >= limit:
-            # The new token takes the place of the oldest one after the kept ones.
+            # The new token replaces the oldest one after the kept ones.
             place = self._index if self._index < limit else self._kept
             row[self._kept :] = np.roll(row[self._kept :], place - self._kept + 1)
         return row
 
     @classmethod
     def merge(cls, caches: Iterable[RotatingKVCache]) -> BatchRotatingKVCache:
-        """Return a `BatchRotatingKVCache` with one row for each of `caches`."""
+        """Return a `BatchRotatingKVCache` of `caches`, one row each."""
         return BatchRotatingKVCache.merge(caches)
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """``(keys, values)`` as views, in the order of the ring; ``()`` when empty.
+        """``(keys, values)`` as views in ring order; ``()`` when empty.
 
-        Setting it takes the tokens as from old to new; `meta_state` says otherwise.
+        Setting it assumes order of age; `meta_state` sets another index.
         """
         return super().state
 
@@ -220,7 +220,7 @@ class RotatingKVCache(_RingCache):
 
     @property
     def meta_state(self) -> tuple[str, ...]:
-        """``(keep, max_size, offset, index)`` as text; the ring is written at `index`."""
+        """``(keep, max_size, offset, index)`` as text; `index` is the next column to write."""
         return str(self._keep), str(self._max_size), str(self._offset), str(self._index)
 
     @meta_state.setter
@@ -242,24 +242,24 @@ class RotatingKVCache(_RingCache):
         self._keep, self._max_size, self._offset, self._index = keep, max_size, offset, index
 
     def _newest(self) -> TokenPair:
-        """Return the newest `max_size` tokens from old to new."""
+        """Return the newest `max_size` tokens in order of age."""
         if self.is_empty():
             return TokenPair()
         return self._ordered(self._kept, max(self._pair.length - self._max_size, 0))
 
 
 class BatchRotatingKVCache(_RingCache):
-    """A ring of `max_size` columns, one row per sequence, padded on the left.
+    """A batch in a ring of `max_size` columns: one row per sequence, padded on the left.
 
-    It follows mlx-lm's ``BatchRotatingKVCache``, with its flaws put right: the flag
-    `rotated` survives saving (there ``"False"`` reads as true), the mask hides no valid
-    token after rotation, `filter` keeps announced lengths, `extend` leaves the other cache
-    alone, and padding that left the ring is not counted again when rows are added.
+    Modelled on mlx-lm's ``BatchRotatingKVCache``, with fixes: the flag `rotated` survives saving
+    (mlx-lm reads ``"False"`` as true), the mask hides no valid token after rotation, `filter`
+    keeps announced lengths, `extend` does not change the other cache, and padding that has left
+    the ring is not counted again when rows are added.
 
     Parameters
     ----------
     max_size : int
-        Columns to keep; an `update` of a ring of size 0 raises.
+        Maximum number of columns; `update` raises for a ring of size 0.
     left_padding : sequence of int, shape (batch,)
         Columns of each row that hold no token.
     """
@@ -268,23 +268,23 @@ class BatchRotatingKVCache(_RingCache):
         super().__init__(max_size)
         padding = row_counts("left_padding", left_padding)
         self._set_rows(padding, -padding)
-        # Offset of each row at which its announced tokens end and its padding begins.
+        # Offset of each row where its announced tokens end and padding begins.
         self._ends: Rows | None = None
 
     def _set_rows(self, padding: Rows, row_offset: Rows) -> None:
-        # Kept less the columns that left the ring (`_gone`) and those that came (`_offset`):
-        # a single new column then changes two integers instead of two arrays.
+        # Stored without the columns that left the ring (`_gone`) and those seen (`_offset`), so
+        # that a new column changes two integers instead of two arrays.
         self._lead, self._gone = padding, 0
         self._shift: Rows = row_offset - self._offset
 
     @property
     def rope_offset(self) -> Rows:
-        """Position of the next token of each row, maybe negative within left padding."""
+        """Position of each row's next token; negative within left padding."""
         return np.add(self._shift, self._offset)
 
     @property
     def left_padding(self) -> Rows:
-        """Columns of each row without a token, counted from the oldest one, as a copy."""
+        """Columns of each row without a token, counted from the oldest one, a copy."""
         return np.maximum(self._lead - self._gone, 0)
 
     @property
@@ -296,21 +296,21 @@ class BatchRotatingKVCache(_RingCache):
         return self.batch_size
 
     def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
-        """Store new columns; return views of those they may attend to.
+        """Store new columns; return views of the columns that they attend to.
 
-        After a single column that is the ring as it lies; after several it is from old to
-        new, up to ``max_size - 1`` columns and the new ones.
+        After a single column, the views are in ring order. After several, they are in order of
+        age: up to ``max_size - 1`` old columns and the new ones.
 
         Raises
         ------
         CacheValueError, CacheDTypeError
             As in `KVCache.update`; or `max_size` is 0.
         CacheOrderError
-            A single column while right padding waits for `finalize`.
+            A single column while right padding is not finalized.
         """
         pair, limit = self._pair, self._max_size
         keys, values = pair.check(keys, values)
-        # `check` has compared the rows with those of stored columns.
+        # `check` has already compared the number of rows with stored columns.
         if not pair.length:
             check_size("rows of keys", keys.shape[0], self.batch_size)
         self._room()
@@ -331,8 +331,8 @@ class BatchRotatingKVCache(_RingCache):
         return self._overwrite(column, keys, values)
 
     def _put_several(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
-        # Padding that earlier updates appended goes left first, so that it is dropped
-        # before any token is.
+        # Move right padding of earlier updates to the left, so that it is dropped before
+        # tokens.
         self._roll_padding()
         surplus = self._pair.length - self._columns_kept
         if surplus > 0:
@@ -346,12 +346,12 @@ class BatchRotatingKVCache(_RingCache):
 
     @property
     def _columns_kept(self) -> int:
-        """Columns that stay when several come."""
-        # In a ring of size 1 a row that gets only padding must not lose its last token.
+        """Return the number of columns that stay if several are added."""
+        # In a ring of size 1, a row that gets only padding must keep its last token.
         return max(self._max_size - 1, 0 if self._ends is None else 1)
 
     def _overrun(self) -> Rows:
-        """Columns at the end of each row that are announced padding."""
+        """Return the columns of announced padding at the end of each row."""
         if self._ends is None:
             return np.zeros_like(self._lead)
         over: Rows = np.maximum(self.rope_offset - self._ends, 0)
@@ -373,7 +373,7 @@ class BatchRotatingKVCache(_RingCache):
     ) -> None:
         """Announce padding of the coming columns, as in `BatchKVCache.prepare`.
 
-        With `right_padding`, `lengths` is the number of coming tokens of each row.
+        With `right_padding`, `lengths` must be the number of coming tokens of each row.
         """
         left, real, right = announced(self.batch_size, left_padding, lengths, right_padding)
         if left is not None and self._pair.count:
@@ -395,7 +395,7 @@ class BatchRotatingKVCache(_RingCache):
         self._ends = None
 
     def advance(self, n: SupportsIndex) -> None:
-        """Do nothing: here `update` counts; recurrent caches in the same list need the call."""
+        """Do nothing; for recurrent caches in the same list."""
         as_int("n", n, minimum=0)
 
     def _refuse_pending(self, operation: str) -> None:
@@ -404,7 +404,7 @@ class BatchRotatingKVCache(_RingCache):
             raise CacheOrderError(message, "finalize", operation)
 
     def is_trimmable(self) -> bool:
-        """Return whether nothing was dropped yet and no padding waits for `finalize`."""
+        """Return whether nothing was dropped yet and no right padding is pending."""
         return super().is_trimmable() and self._ends is None
 
     def make_mask(
@@ -412,8 +412,8 @@ class BatchRotatingKVCache(_RingCache):
     ) -> NDArray[np.bool_]:
         """Return the mask for `n` new columns, always `(batch, 1, n, columns)`.
 
-        Over the columns that `update` will return: from old to new for several columns, in the
-        order of the ring for one.
+        Its columns are those that `update` will return: in order of age for several new columns,
+        in ring order for one.
         """
         n = as_int("n", n, minimum=1)
         limit = max(self._max_size, 1)
@@ -436,7 +436,7 @@ class BatchRotatingKVCache(_RingCache):
             self._ends = self._ends[rows]
 
     def extend(self, other: BatchRotatingKVCache) -> None:
-        """Add the rows of `other` below, the newest columns of both together."""
+        """Append the rows of `other`, aligned at the newest column."""
         as_kind("other", other, BatchRotatingKVCache)
         _refuse_sizes([self._max_size, other._max_size])
         self._refuse_pending("extend")
@@ -451,7 +451,7 @@ class BatchRotatingKVCache(_RingCache):
         self._set_rows(padding, row_offset)
 
     def extract(self, index: SupportsIndex) -> RotatingKVCache:
-        """Return row `index` as a `RotatingKVCache` of its own, without padding."""
+        """Return row `index` as a `RotatingKVCache`, without padding."""
         row = as_int("index", index, minimum=0, maximum=self.batch_size - 1)
         self._refuse_pending("extract")
         alone, first = RotatingKVCache(self._max_size), int(self.left_padding[row])
@@ -462,14 +462,14 @@ class BatchRotatingKVCache(_RingCache):
 
     @classmethod
     def merge(cls, caches: Iterable[RotatingKVCache]) -> BatchRotatingKVCache:
-        """Return a batch with one row for each of `caches`, whose own batch is 1.
+        """Return a batch of `caches` with one row each.
 
         Raises
         ------
         CacheValueError
-            Different `max_size`, layouts, or a cache of several rows; or no cache at all.
+            The caches differ in `max_size` or layout, one has several rows, or none is given.
         NotSupported
-            A cache keeps its first tokens: the batch has no place for them.
+            A cache has `keep` above 0, which a batch does not support.
         """
         caches = list(caches)
         for cache in caches:
@@ -492,10 +492,10 @@ class BatchRotatingKVCache(_RingCache):
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """``(keys, values, rope_offset, left_padding)``, as the ring lies; ``()`` when empty.
+        """``(keys, values, rope_offset, left_padding)`` in ring order; ``()`` when empty.
 
-        The padding of an empty batch is in `meta_state`; setting ``()`` keeps it. Setting
-        arrays takes the columns as from old to new; `meta_state` says otherwise.
+        The padding of an empty batch is in `meta_state`; setting ``()`` keeps the padding.
+        Setting arrays assumes order of age; `meta_state` sets another index.
         """
         self._refuse_pending("state")
         if self._pair.count == 0:
@@ -512,7 +512,7 @@ class BatchRotatingKVCache(_RingCache):
             batch = pair.keys.shape[0] if pair.count else None
             row_offset = row_counts("rope_offset", state[2], batch, signed=True)
             padding = row_counts("left_padding", state[3], row_offset.size, signed=True)
-            # mlx-lm goes on counting below zero when padding has left the ring.
+            # mlx-lm's padding becomes negative after it has left the ring.
             padding = np.maximum(padding, 0)
         self._pair, self._ends = pair, None
         self._offset = self._index = pair.length
@@ -520,7 +520,7 @@ class BatchRotatingKVCache(_RingCache):
 
     @property
     def meta_state(self) -> tuple[str, ...]:
-        """``(max_size, offset, index, rotated)`` as text; then the padding of an empty batch."""
+        """``(max_size, offset, index, rotated)`` as text, plus the padding of an empty batch."""
         numbers = str(self._max_size), str(self._offset), str(self._index), str(self.rotated)
         return numbers if self._pair.count else (*numbers, *(str(p) for p in self.left_padding))
 
@@ -533,9 +533,9 @@ class BatchRotatingKVCache(_RingCache):
             padding = parse_padding(meta[4:]) if meta[4:] else padding
             row_offset = -padding
         else:
-            if offset >= max_size:  # mlx-lm's merge counts columns: the rows have seen more
+            if offset >= max_size:  # mlx-lm's merge counts columns; rows may have seen more
                 offset = int(row_offset.max(initial=offset))
-            # No row has more tokens than columns came, nor fewer than it still shows.
+            # A row has at most as many tokens as columns seen, at least as many as visible.
             if ((row_offset > offset) | (row_offset < columns - padding)).any():
                 rows = row_offset.tolist(), padding.tolist()
                 message = (
@@ -543,13 +543,13 @@ class BatchRotatingKVCache(_RingCache):
                     f"do not fit {columns} columns of {offset}"
                 )
                 raise CacheValueError(message, "rope_offset", rows, (columns, offset))
-            if columns < self._pair.length:  # the others were trimmed
+            if columns < self._pair.length:  # the rest was trimmed
                 self._pair = self._pair.first(columns, max_size)
         self._max_size, self._offset, self._index = max_size, offset, index
         self._set_rows(padding, row_offset)
 
     def _parsed_meta(self, meta: tuple[Any, ...]) -> tuple[int, int, int, int]:
-        """Return max_size, offset, index and the number of columns that count."""
+        """Parse max_size, offset, index and the number of valid columns."""
         names, rows = ("max_size", "offset", "index"), self._pair.length
         max_size, offset, index = meta_ints("BatchRotatingKVCache", names, meta[:3])
         if len(meta) < 4 or meta[3] not in ("True", "False"):
@@ -572,7 +572,7 @@ class BatchRotatingKVCache(_RingCache):
 
 
 def _refuse_sizes(sizes: list[int]) -> None:
-    """Raise `CacheValueError` unless all rings have one size."""
+    """Raise `CacheValueError` unless all rings have the same size."""
     if len(set(sizes)) != 1:
         found = sorted(set(sizes))
         message = f"rings of max_size {shown(found)} cannot share a batch; expected one size"

@@ -1,4 +1,4 @@
-"""The rows of a batch: counts per row, choices of rows, rows of unequal length side by side."""
+"""Rows of a batch: counts per row, selecting rows, stacking rows of unequal length."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ __all__ = [
     "take_rows",
 ]
 
-#: Positions and counts, in arguments and in files: sums of several fit int64.
+#: Limit of positions and counts in arguments and files, so that sums fit int64.
 LARGEST = 2**60
-#: Sizes of rings and chunks; ``sys.maxsize`` stands for "no limit".
+#: Limit of ring and chunk sizes; ``sys.maxsize`` means "no limit".
 LARGEST_SIZE = 2**63 - 1
-#: One number per row, as a caller gives it.
+#: One number per row, from a caller.
 Counts: TypeAlias = Sequence[int] | NDArray[Any]
-#: One number per row, as a cache keeps it; never changed in place.
+#: One number per row, inside a cache; never changed in place.
 Rows: TypeAlias = NDArray[np.int64]
 
 
@@ -61,7 +61,7 @@ def row_counts(
 ) -> Rows:
     """Return `counts` as a new int64 array, one per row, not negative unless `signed`.
 
-    None is beyond `LARGEST`, so that sums do not wrap around.
+    Refuses numbers above `LARGEST`, so that sums do not wrap around.
     """
     array = _integers(name, counts)
     if batch is not None and array.size != batch:
@@ -74,7 +74,7 @@ def row_counts(
 
 
 def summed(name: str, counts: Rows, more: Rows) -> Rows:
-    """Return a sum of counts, which must not be beyond `LARGEST` either."""
+    """Return a sum of counts; raise if it exceeds `LARGEST`."""
     return row_counts(name, counts + more, signed=True)
 
 
@@ -88,9 +88,9 @@ def announced(
 
 
 def row_indices(indices: Counts, batch: int | None) -> Rows:
-    """Return `indices` as an array of rows of a batch; a row may come more than once.
+    """Return `indices` as an array of rows of a batch; rows may repeat.
 
-    `batch` None is a batch whose number of rows is not known yet.
+    `batch` is None if the number of rows is not known yet.
     """
     array = _integers("batch_indices", indices)
     if array.size and not (array.min() >= 0 and (batch is None or array.max() < batch)):
@@ -101,13 +101,13 @@ def row_indices(indices: Counts, batch: int | None) -> Rows:
 
 
 def take_rows(pair: TokenPair, rows: Rows, first: int = 0) -> TokenPair:
-    """Return copies of `rows` of `pair`, from column `first` on."""
+    """Return copies of `rows` of `pair`, starting at column `first`."""
     keys, values = pair.view()
     return TokenPair(keys[:, :, first:][rows], values[:, :, first:][rows])
 
 
 def roll_columns(pair: TokenPair, shifts: Rows) -> TokenPair:
-    """Return a copy in which the last ``shifts[i]`` columns of row `i` come first."""
+    """Return a copy with row `i` rolled right by ``shifts[i]`` columns."""
     keys, values = (array.copy() for array in pair.view())
     for row in np.flatnonzero(shifts):
         keys[row] = np.roll(keys[row], shifts[row], axis=1)
@@ -118,8 +118,8 @@ def roll_columns(pair: TokenPair, shifts: Rows) -> TokenPair:
 def right_justified(parts: Sequence[tuple[int, TokenPair]]) -> TokenPair:
     """Stack caches so that their newest tokens share the last column.
 
-    `parts` are ``(rows, pair)``; the columns in front of shorter ones, and the rows of
-    empty ones, are zeros. Layouts and dtypes must agree.
+    `parts` are ``(rows, pair)``; shorter and empty ones are padded with zeros in front. Layouts
+    and dtypes must agree.
     """
     filled = [pair.view() for _, pair in parts if pair.count]
     if not filled:

@@ -1,4 +1,4 @@
-"""Keys and values that grow side by side."""
+"""TokenPair: growing buffers of keys and values."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ STEP = 256
 
 _ALL = slice(None)
 _NDARRAY = np.ndarray
-# Truth values and numbers. The kind "V" is that of raw bytes and records, and also of bfloat16
-# and similar types of other packages.
+# Booleans and numbers. Kind "V" covers raw bytes and records, and bfloat16 and similar types of
+# other packages.
 _KINDS = "biufcV"
 
 
 def grown_capacity(capacity: int, needed: int, limit: int | None = None) -> int:
-    """Return the next capacity that holds `needed` tokens.
+    """Return the next capacity for `needed` tokens.
 
-    A multiple of ``STEP``, and beyond one step half as much again as `capacity`: growing by a
-    fixed step, as mlx-lm does, would copy n**2 / 512 tokens to store n of them one by one; this
-    way each is copied about twice.
+    A multiple of ``STEP``, and beyond one step 1.5 times `capacity`. Growing by a fixed step, as
+    in mlx-lm, would copy n**2 / 512 tokens to store n one by one; this way each is copied about
+    twice.
 
     Parameters
     ----------
     capacity, needed : int
-        Tokens that fit now, and that have to fit.
+        Tokens that fit now, and tokens that must fit.
     limit : int, optional
-        Never more than this, unless `needed` is.
+        Maximum capacity, unless `needed` exceeds it.
     """
     steps = -(-max(needed, capacity + capacity // 2 if capacity else 0) // STEP)
     return steps * STEP if limit is None else max(needed, min(steps * STEP, limit))
 
 
 def grow(buffer: NDArray[Any], first: int, last: int, capacity: int, axis: int = 2) -> NDArray[Any]:
-    """Return a buffer of `capacity` along `axis` that begins with ``buffer[first:last]``.
+    """Return a buffer of `capacity` along `axis` that starts with ``buffer[first:last]``.
 
     The rest is uninitialised.
     """
@@ -53,7 +53,7 @@ def grow(buffer: NDArray[Any], first: int, last: int, capacity: int, axis: int =
 
 
 def joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Return arrays of keys, or of values, one after the other, if an array can be so long."""
+    """Concatenate arrays of keys or values; raise if the result is too large for an array."""
     batch, heads, _, dim = parts[0].shape
     shape = batch, heads, sum(part.shape[2] for part in parts), dim
     check_shape("the history", shape, parts[0].dtype)
@@ -61,7 +61,7 @@ def joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 
 def plain_numbers(name: str, array: object) -> NDArray[Any]:
-    """Return an array of numbers as a plain ndarray; raise `CacheDTypeError` for others.
+    """Return an array of numbers as a plain ndarray; raise `CacheDTypeError` for anything else.
 
     Attributes of a subclass, such as the mask of a masked array, are not stored.
     """
@@ -78,9 +78,9 @@ def plain_numbers(name: str, array: object) -> NDArray[Any]:
 class TokenPair:
     """Keys and values of one layer, `(batch, n_kv_heads, n_tokens, head_dim)` each.
 
-    The tokens are ``keys[:, :, start:length]``; room after them grows on demand. Head sizes and
-    dtypes of keys and values may differ. Given arrays become the buffers without a copy. Views
-    that are handed out are read-only.
+    The tokens are ``keys[:, :, start:length]``; spare room after them grows on demand. Head sizes
+    and dtypes of keys and values may differ. The constructor does not copy its arrays. Returned
+    views are read-only.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class TokenPair:
         self._bind(keys, nothing if values is None else values, keys.shape[2])
 
     def __reduce__(self) -> tuple[object, ...]:
-        # The row views must be made anew: a deep copy of them would not be views of its buffers.
+        # Recreate the row views: deep copies of them would not be views of the new buffers.
         stored = _ALL, _ALL, slice(self.start, self.length)
         return TokenPair, (self.keys[stored], self.values[stored])
 
@@ -99,7 +99,7 @@ class TokenPair:
         batch, heads, self._capacity, k_dim = keys.shape
         self.keys, self.values = keys, values
         self.start, self.length = 0, length
-        # Token axis first: storing a token is one integer index, and twice as fast.
+        # Token axis first, so that storing a token is one integer index, which is twice as fast.
         self.k_rows = keys.transpose(2, 0, 1, 3)[:, :, :, None]
         self.v_rows = values.transpose(2, 0, 1, 3)[:, :, :, None]
         self._k_seen, self._v_seen = keys.view(), values.view()
@@ -109,9 +109,9 @@ class TokenPair:
         self._k_dtype, self._v_dtype = keys.dtype, values.dtype
 
     def first(self, count: int, limit: int | None = None) -> TokenPair:
-        """Return a copy of the first `count` tokens with some room after them.
+        """Return a copy of the first `count` tokens with some spare room.
 
-        With `limit` there is room for so many tokens at most.
+        `limit` bounds its capacity.
         """
         capacity, last = grown_capacity(0, count, limit), self.start + count
         pair = TokenPair(
@@ -137,8 +137,8 @@ class TokenPair:
         return self._k_seen[stored], self._v_seen[stored]
 
     def check(self, keys: NDArray[Any], values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return `keys` and `values` as plain arrays; raise if they do not continue the stored."""
-        # Fast path, of a single token.
+        """Return `keys` and `values` as plain arrays; raise if they do not fit the stored ones."""
+        # Fast path for a single token.
         if (
             type(keys) is _NDARRAY
             and type(values) is _NDARRAY
@@ -184,9 +184,9 @@ class TokenPair:
         return k_one == self._k_one and v_one == self._v_one
 
     def append(self, keys: NDArray[Any], values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Store `keys` and `values` after the others; return views of all of them."""
+        """Append `keys` and `values`; return views of all tokens."""
         last = self.length
-        # The fast path of `check`, written out: a call would cost a tenth of storing a token.
+        # `check`'s fast path, inlined: a call would cost a tenth of storing a token.
         if (
             last < self._capacity
             and type(keys) is _NDARRAY
@@ -195,7 +195,7 @@ class TokenPair:
             and values.shape == self._v_one
             and keys.dtype == self._k_dtype
             and values.dtype == self._v_dtype
-            # The keys are written first: values that are a view of them must be copied before.
+            # Keys are written first, so values that are a view of them must be copied.
             and (values.base is None or not np.may_share_memory(values, self.keys))
         ):
             self.k_rows[last] = keys
@@ -214,10 +214,10 @@ class TokenPair:
         *,
         exact: bool = False,
     ) -> None:
-        """Store checked arrays after the others.
+        """Append checked arrays.
 
-        A buffer grows to at most `limit` tokens, or as many as needed; a new one has no room to
-        spare if it shall be `exact`.
+        A buffer grows to at most `limit` tokens, or as many as needed; with `exact`, a new one has
+        no spare room.
         """
         n = int(keys.shape[2])
         self._reserve(keys, values, n, n if exact and not self.count else limit)
@@ -232,12 +232,12 @@ class TokenPair:
         first, last, count = self.start, self.length, self.count
         old_keys, old_values = self.keys, self.values
         same = self._same_layout(keys, values) and keys.dtype == self._k_dtype
-        if not (same and values.dtype == self._v_dtype):  # only when nothing is stored
+        if not (same and values.dtype == self._v_dtype):  # only when empty
             first = last = count = 0
             old_keys, old_values = keys, values
         elif last + n <= self._capacity:
             return
-        # The room of a dropped front counts, too: only the stored tokens move.
+        # Room of a dropped front is reused: only the stored tokens move.
         capacity = grown_capacity(count, count + n, limit)
         grown_keys = grow(old_keys, first, last, capacity)
         self._bind(grown_keys, grow(old_values, first, last, capacity), count)

@@ -1,4 +1,4 @@
-"""Token ids: as a list, and as a buffer that grows like a cache."""
+"""Token ids: as a list, and as a growing buffer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pykvcache.errors import CacheValueError, shown
 
 __all__ = ["TokenBuffer", "Tokens", "token_list"]
 
-#: Token ids as a caller gives them.
+#: Token ids from a caller.
 Tokens: TypeAlias = Sequence[int] | NDArray[Any]
 
 _INT32 = np.iinfo(np.int32)
@@ -24,7 +24,7 @@ _INT32 = np.iinfo(np.int32)
 class TokenBuffer:
     """A growing row of int32 token ids, by steps of 256.
 
-    It follows mlx-lm's ``TokenBuffer``; appending costs O(1) copies on average.
+    Modelled on mlx-lm's ``TokenBuffer``; appending costs O(1) copies on average.
 
     Parameters
     ----------
@@ -41,14 +41,14 @@ class TokenBuffer:
         return self._size
 
     def update(self, tokens: Tokens) -> NDArray[np.int32]:
-        """Append `tokens`; return a read-only view of all of them.
+        """Append `tokens`; return a read-only view of all tokens.
 
         Raises
         ------
         CacheDTypeError
-            Not integers.
+            `tokens` are not integers.
         CacheValueError
-            Not one row, or an id that does not fit int32.
+            `tokens` is not one-dimensional, or an id does not fit int32.
         """
         new = row_counts("tokens", tokens, signed=True)
         if new.size and (new.min() < _INT32.min or new.max() > _INT32.max):
@@ -63,24 +63,24 @@ class TokenBuffer:
         return self.tokens
 
     def __copy__(self) -> TokenBuffer:
-        # A shallow copy would share the buffer, but not the count of its tokens.
+        # A shallow copy would share the buffer but not its length.
         return type(self)(self.tokens)
 
     @property
     def tokens(self) -> NDArray[np.int32]:
-        """All tokens, as a read-only view."""
+        """All tokens as a read-only view."""
         view = self._buffer[: self._size]
         view.flags.writeable = False
         return view
 
     @property
     def state(self) -> NDArray[np.int32]:
-        """All tokens, as a view (mlx-lm includes the spare room)."""
+        """All tokens as a view (mlx-lm includes spare room)."""
         return self.tokens
 
 
 def token_list(tokens: Tokens) -> list[int]:
-    """Return token ids as a new list; anything but an integer is a `TypeError`."""
+    """Return token ids as a new list; raise `TypeError` unless all are integers."""
     if isinstance(tokens, np.ndarray):
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
             found = str(tokens.dtype), tokens.shape

@@ -1,4 +1,4 @@
-"""Values under token sequences, found by their longest common prefix."""
+"""PromptTrie: values indexed by token sequences, found by longest common prefix."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class PromptTrieResult:
     model : hashable
         The model of the search.
     exact : list of int, optional
-        The tokens themselves, if they have a value; then `shorter` and `longer` are None.
+        The tokens, if they have a value; then `shorter` and `longer` are None.
     shorter : list of int, optional
-        The longest prefix of the tokens, not empty, that has a value.
+        The longest non-empty prefix of the tokens that has a value.
     longer : list of int, optional
-        The shortest sequence with a value that begins with the common prefix and goes on.
+        The shortest sequence with a value that extends the common prefix.
     common_prefix : int
-        Tokens in common with any stored sequence.
+        Length of the longest common prefix with any stored sequence.
     """
 
     model: Hashable
@@ -44,21 +44,21 @@ class _Node(Generic[V]):
 
     def __init__(self) -> None:
         self.children: dict[int, _Node[V]] = {}
-        self.values: list[V] = []  # none or one: a value may be None
+        self.values: list[V] = []  # empty or one value, which may be None
 
 
 class PromptTrie(Generic[V]):
     """One value for each model and token sequence.
 
-    It follows mlx-lm's ``PromptTrie``, where `search` never finds a stored prefix of one
-    token, and `pop_prefixes` fails if the whole tokens have no value.
+    Modelled on mlx-lm's ``PromptTrie``, where `search` never finds a stored prefix of one token,
+    and `pop_prefixes` fails if the tokens themselves have no value.
     """
 
     def __init__(self) -> None:
         self._roots: dict[Hashable, _Node[V]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # A list of entries: one node within another per token would exceed pickle's recursion.
+        # Pickled as a list of entries: nested nodes would exceed pickle's recursion limit.
         return self.__dict__ | {"_roots": list(self._entries())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -73,7 +73,7 @@ class PromptTrie(Generic[V]):
         return twin
 
     def _entries(self) -> Iterator[tuple[Hashable, list[int], V]]:
-        """Yield model, tokens and value of all entries, branches in the order of their nodes."""
+        """Yield model, tokens and value of all entries."""
         for model, root in self._roots.items():
             waiting: list[tuple[_Node[V], Any]] = [(root, None)]
             while waiting:
@@ -84,7 +84,7 @@ class PromptTrie(Generic[V]):
                 waiting.extend(reversed(children))
 
     def add(self, model: Hashable, tokens: Tokens, value: V) -> V | None:
-        """Store `value`; return the one that it replaces, or None."""
+        """Store `value`; return the replaced one, or None."""
         keys = token_list(tokens)
         node = self._roots.setdefault(model, _Node())
         for token in keys:
@@ -108,7 +108,7 @@ class PromptTrie(Generic[V]):
         if path[-1].children:
             path[-1].values = []
             return value
-        # Cut below the last node that is still needed.
+        # Cut below the last node still in use.
         for depth in range(len(keys) - 1, -1, -1):
             above = path[depth]
             if above.values or len(above.children) > 1:
@@ -118,15 +118,15 @@ class PromptTrie(Generic[V]):
         return value
 
     def pop_prefixes(self, model: Hashable, tokens: Tokens) -> list[tuple[int, V]]:
-        """Remove the values of all shorter prefixes; return them with their lengths.
+        """Remove the values of all proper prefixes; return them with their lengths.
 
-        The value of `tokens` itself stays; there may be none.
+        The value of `tokens` itself, if any, stays.
         """
         keys = token_list(tokens)
         return [(length, self.pop(model, keys[:length])) for length in self.prefixes(model, keys)]
 
     def prefixes(self, model: Hashable, tokens: Tokens) -> list[int]:
-        """Return the lengths of all shorter prefixes that have a value."""
+        """Return the lengths of all proper prefixes that have a value."""
         node = self._roots.get(model)
         lengths = []
         for length, token in enumerate(token_list(tokens)):
@@ -161,9 +161,9 @@ class PromptTrie(Generic[V]):
         return PromptTrieResult(model, None, shorter, longer, common)
 
     def continuations(self, model: Hashable, tokens: Tokens) -> Iterator[list[int]]:
-        """Yield the sequences with a value that begin with `tokens` and go on, shortest first.
+        """Yield longer sequences with a value that begin with `tokens`, shortest first.
 
-        The trie must not change while it is iterated.
+        The trie must not change during iteration.
         """
         keys = token_list(tokens)
         node = self._roots.get(model)
@@ -190,7 +190,7 @@ class PromptTrie(Generic[V]):
 
 
 def _below(node: _Node[V]) -> Iterator[list[int]]:
-    # Level by level: the nearest value comes first. `way` links a node's tokens upwards.
+    # Breadth-first, so that the nearest value comes first. `way` links a node's tokens upwards.
     level: list[tuple[_Node[V], Any]] = [(node, None)]
     while level:
         below = []

@@ -1,4 +1,4 @@
-"""The batch of a forward pass, and the arguments that the caches of this family share."""
+"""The batch of a forward pass, and argument checks of this family's caches."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = [
     "as_range",
 ]
 
-#: Largest position: one less than int32 holds, so that the position after it fits as well.
+#: Largest position: one below int32's maximum, so that the next position fits too.
 MAX_POSITION = 2**31 - 2
-#: A window, a memory or an end of range that reaches over every position.
+#: A window, memory or end of range without a limit.
 UNLIMITED = 2**31 - 1
 
 

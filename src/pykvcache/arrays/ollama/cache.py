@@ -1,4 +1,4 @@
-"""The interface of Ollama's caches, its configuration, and the base of our own caches."""
+"""The interface of Ollama's caches, their configuration, and the base class of this package's."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["Cache", "CacheConfig", "OllamaCache"]
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """Layout of the arrays of ``get``, to suit an attention kernel; plain by default.
+    """Layout of the arrays that ``get`` returns, for an attention kernel; plain by default.
 
     Parameters
     ----------
     cache_padding : int
-        ``get`` returns a history whose start and length are multiples of this many cells;
-        0 counts as 1.
+        Start and length of the history that ``get`` returns are multiples of this; 0 counts
+        as 1.
     mask_batch_padding : int
-        The mask has a multiple of this many rows; added rows are -inf. 0 counts as 1.
+        The number of mask rows is a multiple of this; added rows are -inf. 0 counts as 1.
     mask_dtype : dtype
         float16, float32 or float64; None counts as float32.
     permuted_v : bool
@@ -61,12 +61,12 @@ class CacheConfig:
 
 @runtime_checkable
 class Cache(Protocol):
-    """A cache that a model's forward pass writes to and attends through.
+    """A cache that a model's forward pass writes to and reads from.
 
     The order of calls is that of Ollama's ``kvcache.Cache``: ``set_config`` if needed, ``init``,
     then for every batch ``start_forward`` and, per layer, ``set_layer``, ``put``, ``get``.
-    A refused call changes nothing; an interrupted call leaves the cache undefined. Not safe
-    for use by several threads without a lock.
+    A refused call changes nothing; an interrupted call leaves the cache undefined. Not
+    thread-safe.
     """
 
     def init(
@@ -83,9 +83,9 @@ class Cache(Protocol):
         dtype : dtype
             Dtype of the stored K and V: float16, float32 or float64.
         max_sequences : int
-            Number of sequences to make room for, over all batches; at least 1.
+            Number of sequences to reserve room for, over all batches; at least 1.
         capacity : int
-            Number of tokens to make room for, per sequence; at least 1.
+            Number of tokens to reserve room for, per sequence; at least 1.
         max_batch : int
             Largest number of tokens in one batch; at least 1.
 
@@ -99,11 +99,11 @@ class Cache(Protocol):
         ...
 
     def set_config(self, config: CacheConfig) -> None:
-        """Choose the layout, once and before ``init``; ``CacheConfig()`` is the plain one."""
+        """Set the layout, once and before ``init``; ``CacheConfig()`` is the plain one."""
         ...
 
     def close(self) -> None:
-        """Free the arrays. ``init`` makes the cache usable again; closing twice is fine."""
+        """Free the arrays. Idempotent; ``init`` makes the cache usable again."""
         ...
 
     def set_layer(self, layer: SupportsIndex) -> None:
@@ -122,9 +122,9 @@ class Cache(Protocol):
         Parameters
         ----------
         positions, sequences : ints, shape (n_tokens,)
-            Position and sequence id of every token of the batch, 0 or more.
+            Position and sequence id of every token of the batch, not negative.
         reserve : bool
-            Only lay out the largest pass there can be: ``put`` allocates and stores nothing.
+            Reserve the largest possible pass: ``put`` allocates and stores nothing.
         multimodal : ints
             Batch indices of the multimodal items.
 
@@ -147,7 +147,7 @@ class Cache(Protocol):
         ...
 
     def set_causal(self, except_: Iterable[SupportsIndex] = ()) -> None:
-        """Let the batch rows in `except_` look ahead, until the next ``start_forward``.
+        """Let the batch rows in `except_` see later positions, until the next ``start_forward``.
 
         Raises
         ------
@@ -159,30 +159,30 @@ class Cache(Protocol):
         ...
 
     def copy_prefix(self, src_seq: SupportsIndex, dst_seq: SupportsIndex, n: SupportsIndex) -> None:
-        """Make `dst_seq` the tokens of `src_seq` at positions below `n`, and nothing else."""
+        """Replace `dst_seq` by the tokens of `src_seq` at positions below `n`."""
         ...
 
     def can_resume(self, seq: SupportsIndex, pos: SupportsIndex) -> bool:
-        """Return whether `seq` can go on with a token at `pos`.
+        """Return whether `seq` can continue with a token at `pos`.
 
-        The caller has verified that the cached tokens below `pos` are the right ones.
+        The caller has verified the cached tokens below `pos`.
         """
         ...
 
     def remove(
         self, seq: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None = None
     ) -> None:
-        """Remove the tokens of `seq` at positions ``[begin, end)``; later ones move up.
+        """Remove the tokens of `seq` at positions ``[begin, end)`` and close the gap.
 
-        `end` None removes to the end, which never fails. After an exception the caller may
-        always ``remove(seq, 0)`` and evaluate the sequence again.
+        `end` None removes to the end, which never fails. After an exception the caller can
+        always call ``remove(seq, 0)`` and evaluate the sequence again.
 
         Raises
         ------
         CacheValueError
             `seq` is negative.
         PositionError
-            `begin` or `end` is negative, or `begin` over `end`.
+            `begin` or `end` is negative, or `begin` is above `end`.
         """
         ...
 
@@ -191,13 +191,13 @@ class OllamaCache:
     """A cache that is configured at most once, then set up, used and closed.
 
     A ``_check_*`` method raises the errors of the method of that name and changes nothing.
-    `WrapperCache` calls those of all its caches before it changes any of them.
+    `WrapperCache` calls them for all its caches before changing any.
     """
 
     def __init__(self) -> None:
         self._config: CacheConfig | None = None
         self._closed = False
-        self._busy = False  # a callback of the caller runs in the middle of a call
+        self._busy = False  # whether a callback is running within a call
 
     @property
     def config(self) -> CacheConfig | None:
@@ -216,7 +216,7 @@ class OllamaCache:
         self._config = config
 
     def __copy__(self) -> Any:
-        # A shallow copy would share the arrays, but not the record of their tokens.
+        # A shallow copy would share arrays but not cell metadata.
         return copy.deepcopy(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -224,7 +224,7 @@ class OllamaCache:
         return self.__dict__
 
     def _check_idle(self) -> None:
-        """Raise `ReentryError` if a callback uses the cache in the middle of a call."""
+        """Raise `ReentryError` if a callback uses the cache within a call."""
         if self._busy:
             name = type(self).__name__
             raise ReentryError(f"the {name} was called from within one of its own calls")

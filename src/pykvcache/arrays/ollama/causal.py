@@ -20,7 +20,7 @@ __all__ = ["CausalCache", "ChunkedAttentionCache", "SWACache", "SWAMemCache"]
 
 
 class _Setup(NamedTuple):
-    """Made by ``init``; `memory` is the number of tokens that the window keeps."""
+    """The setup made by ``init``; `memory` is the number of tokens that the window keeps."""
 
     cells: CellTable
     store: LayerStore
@@ -30,9 +30,9 @@ class _Setup(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """A forward pass: its batch, the batch's cells, those it attends to, and the mask.
+    """A forward pass: its batch, its cells, its history and the mask.
 
-    Rows in `ahead` see later positions, too.
+    Rows in `ahead` also see later positions.
     """
 
     batch: Batch
@@ -44,7 +44,7 @@ class _Pass(NamedTuple):
 
 
 class _SharedFunction:
-    """A function that copies of its owner share: a bound method would copy its model."""
+    """A function that is shared by copies: deep-copying a bound method would copy its model."""
 
     def __init__(self, function: ShiftFn | None) -> None:
         self.function = function
@@ -54,33 +54,33 @@ class _SharedFunction:
 
 
 class CausalCache(OllamaCache):
-    """Every token attends to the tokens of its sequence up to its own position.
+    """A causal cache: every token attends to its sequence up to its own position.
 
-    K and V of all sequences lie in one array of cells per layer. A cell may belong to several
-    sequences at once: ``copy_prefix`` shares a prompt without copying it. See `Cache` for the
-    methods' arguments and the order of calls. Arrays: key and value
-    ``(n_tokens, n_kv_heads, head_dim)`` (key and value head sizes may differ), mask
-    ``(rows, history)`` with 0 where a row sees a cell and -inf elsewhere.
+    K and V of all sequences are in one array of cells per layer. A cell may belong to several
+    sequences, so ``copy_prefix`` shares a prompt without copying it. See `Cache` for the methods'
+    arguments and the order of calls. Shapes: key and value ``(n_tokens, n_kv_heads, head_dim)``
+    (their head sizes may differ); mask ``(rows, history)``, 0 where a row sees a cell and -inf
+    elsewhere.
 
-    It follows Ollama's ``kvcache.Causal`` in everything that can be observed, except:
+    Behaves like Ollama's ``kvcache.Causal``, except:
 
-    - Bad arguments and a bad order of calls raise, where Ollama panics or does not look.
-    - `KvCacheFull`, a refused ``remove`` and a raising `shift_fn` leave the cache exactly as it
-      was; Ollama has slid its window, moved cells or changed positions by then.
+    - Invalid arguments and calls out of order raise; Ollama panics or does not check.
+    - `KvCacheFull`, a refused ``remove`` and a raising `shift_fn` leave the cache unchanged; in
+      Ollama the window has moved, cells were moved or positions changed.
     - Defragmenting keeps positions with their data (Ollama swaps the positions of two cells that
-      move as neighbours), and moves runs of any length as one.
+      move as neighbours), and moves runs of any length at once.
     - ``copy_prefix(s, s, n)`` keeps the first `n` positions; Ollama wipes the sequence.
 
     ``copy.copy`` and ``copy.deepcopy`` make an independent cache with the same `shift_fn`.
-    A position stored twice in a sequence is two tokens, both visible, as in Ollama.
+    As in Ollama, a position stored twice in a sequence is two visible tokens.
 
     Parameters
     ----------
     shift_fn : callable, optional
-        ``shift_fn(layer, key, shift) -> key``: keys ``(n_tokens, n_kv_heads, head_dim)``, its own
-        copy, rotated by `shift` positions each, an int32 array ``(n_tokens,)`` that is 0 for
-        tokens to leave alone. Without it, ``remove`` from the middle raises `NotSupported`.
-        It must not use the cache: `ReentryError`.
+        ``shift_fn(layer, key, shift) -> key`` rotates keys ``(n_tokens, n_kv_heads, head_dim)``, a
+        copy, by `shift` positions, an int32 array ``(n_tokens,)`` that is 0 for tokens to skip.
+        Without it, ``remove`` from the middle raises `NotSupported`. It must not use the cache
+        (`ReentryError`).
 
     Raises
     ------
@@ -88,7 +88,7 @@ class CausalCache(OllamaCache):
         `shift_fn` is not callable.
     """
 
-    # Subclasses set these, in tokens: UNLIMITED and 0 stand for "no such limit".
+    # Set by subclasses, in tokens; UNLIMITED and 0 mean no limit.
     _window = UNLIMITED
     _window_memory = UNLIMITED
     _chunk = 0
@@ -100,8 +100,8 @@ class CausalCache(OllamaCache):
         self._shared = _SharedFunction(shift_fn)
         self._setup: _Setup | None = None
         self._pass: _Pass | None = None
-        # For the fast path of `put`: the active layer, None before it has arrays, and the
-        # cells of the batch.
+        # For the fast path of `put`: the active layer, None before it has arrays, and the batch's
+        # cells.
         self._active: Layer | None = None
         self._slot = slice(0)
 
@@ -116,10 +116,10 @@ class CausalCache(OllamaCache):
     ) -> None:
         """Set the cache up, empty; see `Cache.init`.
 
-        There are ``max_sequences * capacity`` cells, or with a sliding window
-        ``max_sequences * memory + max_batch``, rounded up to the padding. `max_sequences` sizes
-        the cache and limits nothing: more sequences, of any ids, may share the cells. A memory of
-        a sliding window below the window raises ``CacheValueError``.
+        The cache has ``max_sequences * capacity`` cells, or with a sliding window
+        ``max_sequences * memory + max_batch``, rounded up to the padding. `max_sequences` only
+        sizes the cache: more sequences, with any ids, may share the cells. A memory smaller than
+        the window raises ``CacheValueError``.
         """
         setup = self._sized(dtype, max_sequences, capacity, max_batch)
         self._setup, self._config = setup, setup.config
@@ -132,7 +132,7 @@ class CausalCache(OllamaCache):
         capacity: SupportsIndex,
         max_batch: SupportsIndex,
     ) -> _Setup:
-        """Return an empty setup; cheap, as layers get their arrays with their first ``put``."""
+        """Return an empty setup; cheap, because layers get arrays with their first ``put``."""
         config, kind = self._config or CacheConfig(), as_float_dtype(dtype)
         sequences = as_int("max_sequences", max_sequences, minimum=1, maximum=MOST)
         tokens = as_int("capacity", capacity, minimum=1, maximum=MOST)
@@ -172,13 +172,13 @@ class CausalCache(OllamaCache):
     # A forward pass ---------------------------------------------------------------------
 
     def set_layer(self, layer: SupportsIndex) -> None:
-        """Choose the layer for ``put`` and ``get``; see `Cache.set_layer`."""
+        """Set the layer for ``put`` and ``get``; see `Cache.set_layer`."""
         index = as_layer(layer)
         self._active = self._ready().store.select(index)
         self._expect_batch()
 
     def _expect_batch(self) -> None:
-        """Open the fast path of `put` to arrays of this pass."""
+        """Enable the fast path of `put` for this pass."""
         if self._active is not None:
             now = self._pass
             self._active.expect(None if now is None or now.reserve else len(now.batch))
@@ -190,15 +190,15 @@ class CausalCache(OllamaCache):
         reserve: bool = False,
         multimodal: Iterable[SupportsIndex] = (),
     ) -> None:
-        """Slide the window, find cells for the batch and build its mask; see `Cache`.
+        """Move the window, find cells for the batch and build its mask; see `Cache`.
 
-        The batch gets the first block of free cells that holds it. Where there is none although
+        The batch gets the first sufficient run of free cells. If no run is long enough but
         enough cells are free, the cells are defragmented first. `multimodal` has no effect.
 
         Raises
         ------
         KvCacheFull
-            Too few cells are free even so.
+            Too few cells are free.
         CacheValueError, PositionError
             See `Cache.start_forward`.
         """
@@ -233,9 +233,9 @@ class CausalCache(OllamaCache):
         return batch_mask(setup.cells, batch, *how)
 
     def set_causal(self, except_: Iterable[SupportsIndex] = ()) -> None:
-        """Let some rows of the batch look ahead; see `Cache.set_causal`.
+        """Let some rows of the batch see later positions; see `Cache.set_causal`.
 
-        The mask is built anew only if `except_` differs from the rows before.
+        The mask is rebuilt only if `except_` has changed.
         """
         rows = as_ints("except_", except_)
         setup, now = self._ready(), self._started()
@@ -247,7 +247,7 @@ class CausalCache(OllamaCache):
     def put(self, key: NDArray[Any], value: NDArray[Any]) -> None:
         """Store K and V of the batch in the active layer.
 
-        The first ``put`` of a layer allocates its arrays. In a reserve pass that is all.
+        The first ``put`` of a layer allocates its arrays. A reserve pass does nothing else.
 
         Parameters
         ----------
@@ -259,14 +259,14 @@ class CausalCache(OllamaCache):
         CacheOrderError
             No batch was started.
         CacheValueError
-            A shape is wrong, is for another number of tokens than the batch has, or is not that
-            of the layer's first ``put``.
+            A shape is wrong, has another number of tokens than the batch, or differs from the
+            layer's first ``put``.
         CacheDTypeError
             `key` or `value` is not an array of real numbers.
         """
         layer = self._active
-        # The fast path, of a `put` like the one before. The keys are written first: a value
-        # that is a view of them must be copied before, which the slow path does.
+        # Fast path for a `put` like the last one. Keys are written first, so a value that is a
+        # view of them must be copied; the slow path does that.
         if (
             layer is not None
             and type(key) is type(value) is np.ndarray
@@ -294,15 +294,15 @@ class CausalCache(OllamaCache):
         Returns
         -------
         key, value : ndarray, shape (history, n_kv_heads, head_dim)
-            Read-only views of the cells that the batch needs, which the next ``start_forward``
-            may overwrite; `value` is ``(n_kv_heads, head_dim, history)`` with ``permuted_v``.
+            Read-only views of the cells that the batch needs, valid until the next
+            ``start_forward``; `value` is ``(n_kv_heads, head_dim, history)`` with ``permuted_v``.
         mask : ndarray, shape (rows, history)
             Read-only; 0 and -inf, to be added to the attention scores.
 
         Raises
         ------
         CacheOrderError
-            No batch was started, or nothing was ever put in this layer.
+            No batch was started, or this layer has no arrays yet.
         """
         self._ready()
         now, layer = self._started(), self._active
@@ -315,7 +315,7 @@ class CausalCache(OllamaCache):
     # Sequences --------------------------------------------------------------------------
 
     def copy_prefix(self, src_seq: SupportsIndex, dst_seq: SupportsIndex, n: SupportsIndex) -> None:
-        """Let `dst_seq` share the tokens of `src_seq` below position `n`, without a copy."""
+        """Share the tokens of `src_seq` below position `n` with `dst_seq`, without a copy."""
         src, dst, count = as_copy(src_seq, dst_seq, n)
         cells = self._ready().cells
         if src == dst:
@@ -326,7 +326,7 @@ class CausalCache(OllamaCache):
     def can_resume(self, seq: SupportsIndex, pos: SupportsIndex) -> bool:
         """Return whether everything that a token at `pos` attends to is still stored.
 
-        Always true without a sliding window, for unknown sequences too.
+        Always true without a sliding window, even for unknown sequences.
         """
         ident, position = as_place(seq, pos)
         setup = self._ready()
@@ -341,17 +341,17 @@ class CausalCache(OllamaCache):
     ) -> None:
         """Remove tokens of a sequence; see `Cache.remove`.
 
-        Tokens after `end` get positions lower by ``end - begin``, and `shift_fn` rotates their
-        keys to match, over at most `max_batch` cells at once. All keys are computed before any
-        is stored, which takes memory for as many keys as are shifted.
+        Positions after `end` decrease by ``end - begin``, and `shift_fn` rotates their keys to
+        match, at most `max_batch` cells at once. All keys are computed before any is stored,
+        which needs memory for all shifted keys.
 
         Raises
         ------
         SharedCellsError
             Another sequence shares a token after `end`.
         NotSupported
-            There are tokens after `end` and no `shift_fn`, or the sliding window would come to
-            lie over tokens that it has given up (Ollama does not look).
+            Tokens follow `end` but `shift_fn` is missing, or the sliding window would cover
+            tokens that it has dropped (Ollama does not check).
         CacheValueError, PositionError
             See `Cache.remove`.
         """
@@ -400,25 +400,24 @@ class SWAMemCache(CausalCache):
     in Ollama. llama.cpp's ``n_swa`` and mlx-lm's ``window_size`` count the token itself: their
     W is a `window_size` of W - 1 here.
 
-    At the start of a batch, each sequence drops its tokens more than `memory_size` below its
-    lowest position in the batch, or, if it is not in the batch, below its next position. Tokens
-    stored beyond the window let a sequence be resumed further back (``can_resume``). A cache
-    whose `capacity` is not larger than the memory drops nothing at all. With several sequences
-    the memory is at least ``window_size + 1``.
+    At the start of a batch, each sequence drops tokens more than `memory_size` below its lowest
+    position in the batch, or below its next position if it is not in the batch. Tokens beyond
+    the window allow resuming further back (``can_resume``). A cache whose `capacity` is at most
+    the memory drops nothing. With several sequences the memory is at least ``window_size + 1``.
 
     Parameters
     ----------
     window_size : int
         0 for an unlimited window.
     memory_size : int
-        Number of tokens to keep; 0 for as many as the window.
+        Number of tokens to keep; 0 for the size of the window.
     shift_fn : callable, optional
         See `CausalCache`.
 
     Raises
     ------
     CacheValueError
-        A size is negative. ``init`` raises it for a memory below the window.
+        A size is negative. ``init`` also raises it for a memory smaller than the window.
     """
 
     def __init__(
@@ -436,12 +435,12 @@ class SWAMemCache(CausalCache):
 class SWACache(SWAMemCache):
     """A sliding window that stores the tokens it attends to.
 
-    It is a `SWAMemCache` whose memory is as large as its window.
+    A `SWAMemCache` whose memory is as large as its window.
 
     Parameters
     ----------
     window_size : int
-        A token sees ``window_size + 1`` keys, its own included; 0 for an unlimited window.
+        A token sees ``window_size + 1`` keys, including its own; 0 for an unlimited window.
     shift_fn : callable, optional
         See `CausalCache`.
     """
@@ -451,7 +450,7 @@ class SWACache(SWAMemCache):
 
 
 class ChunkedAttentionCache(CausalCache):
-    """Every token attends to the tokens of its own chunk of positions, up to itself.
+    """Chunked attention: a token attends to its own chunk of positions, up to itself.
 
     A token at position p sees positions ``p - p % chunk_size`` to p. Nothing is dropped.
 
@@ -479,8 +478,8 @@ def _round_up(n: int, multiple: int) -> int:
 
 def _effective_memory(window: int, memory: int, max_sequences: int, capacity: int) -> int:
     """Return how many tokens a sliding window keeps, `UNLIMITED` if it never slides."""
-    # Room for the stop token, over which the next turn steps back. A single sequence finds
-    # it in the part that is sized for the batch.
+    # Room for the stop token, which the next turn rewinds. A single sequence has it in the
+    # batch's part.
     if UNLIMITED not in (memory, window) and max_sequences > 1:
         memory = max(memory, window + 1)
     if memory >= capacity:

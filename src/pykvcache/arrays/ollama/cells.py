@@ -1,4 +1,4 @@
-"""Position and sequences of each cell of a cache, and the room among the cells."""
+"""Cell metadata: position and sequences of each cell, free cells, defragmenting."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pykvcache.errors import KvCacheFull, NotSupported, SharedCellsError
 __all__ = ["CellTable", "Cut", "Room"]
 
 _EXTENTS = ("lo", "hi", "first", "last", "dropped")
-# The row of the membership matrix that stands for unknown sequences: it never has a cell.
+# Row of the membership matrix for unknown sequences, which have no cells.
 _UNKNOWN = 0
-# `first` of a sequence without cells: above every position.
+# `first` of a sequence without cells.
 _NONE = np.int64(2**62)
 
 
@@ -28,7 +28,7 @@ class Cut(NamedTuple):
     row : int
         The sequence.
     gone, later, kept : ndarray of bool
-        Its cells in the range, after it, and outside it.
+        Its cells within, after and outside the range.
     """
 
     row: int
@@ -40,16 +40,16 @@ class Cut(NamedTuple):
 
 
 class Room(NamedTuple):
-    """A plan for a batch; nothing has changed yet.
+    """A plan for a batch, before anything changes.
 
     Attributes
     ----------
     start : int or None
         First cell of the batch; None if the cells must be defragmented first.
     losing : ndarray of intp, shape (n,)
-        Rows of the sequences from which the sliding window takes cells.
+        Rows of the sequences that lose cells to the sliding window.
     expired : ndarray of bool, shape (n, n_cells)
-        The cells that it takes from them.
+        The cells that they lose.
     """
 
     start: int | None
@@ -60,13 +60,13 @@ class Room(NamedTuple):
 class CellTable:
     """Metadata of the cells, one column each, and of the sequences, one row each.
 
-    Sequence ids are mapped to rows of a boolean matrix: they may be any number, and every
-    operation is a few NumPy calls, however many tokens there are.
+    Sequence ids, which may be any number, are mapped to rows of a boolean matrix, so that every
+    operation is a few NumPy calls, whatever the number of tokens.
 
     Attributes
     ----------
     pos : ndarray of int32, shape (n_cells,)
-        Position of the token in the cell; meaningless in a free cell.
+        Position of the cell's token; undefined in a free cell.
     refs : ndarray of int32, shape (n_cells,)
         Number of sequences that share the cell; 0 in a free cell.
     member : ndarray of bool, shape (n_rows, n_cells)
@@ -76,7 +76,7 @@ class CellTable:
     first, last : ndarray of int64, shape (n_rows,)
         Lowest and highest position of the sequence; `last` is -1 without cells.
     dropped : ndarray of int64, shape (n_rows,)
-        The sliding window gave up tokens of the sequence below this position.
+        The sliding window has dropped tokens below this position.
     """
 
     def __init__(self, n_cells: int) -> None:
@@ -98,11 +98,11 @@ class CellTable:
 
     @property
     def in_use(self) -> int:
-        """Number of cells that a sequence has."""
+        """Return the number of cells of a sequence."""
         return int(np.count_nonzero(self.refs))
 
     def row(self, seq: int) -> int:
-        """Return the row of a sequence, one without cells if it is unknown."""
+        """Return the row of a sequence; an unknown one has an empty row."""
         return self._row_of.get(seq, _UNKNOWN)
 
     def rows(self, ids: list[int]) -> NDArray[np.intp]:
@@ -110,21 +110,21 @@ class CellTable:
         return np.array([self._row_of.get(seq, _UNKNOWN) for seq in ids], np.intp)
 
     def find_room(self, batch: Batch, memory: int) -> Room:
-        """Plan where a batch goes, and which cells a window of `memory` tokens gives up for it.
+        """Plan the cells of a batch, and the cells that a window of `memory` tokens drops for it.
 
         Raises
         ------
         KvCacheFull
-            Too few cells are free, even after the sliding window has moved on.
+            Too few cells are free, even after moving the sliding window.
         """
         n, refs = len(batch), self.refs
         losing, expired = np.empty(0, np.intp), np.empty((0, self.size), np.bool_)
         if memory != UNLIMITED:
-            # A sequence outside the batch is about to store the position after its last.
+            # A sequence outside the batch continues at the position after its last.
             limit = self.last + (1 - memory)
             limit[self.rows(batch.ids)] = batch.lowest - memory
             losing = np.flatnonzero(self.first < limit)
-            # int32 like `pos`, which halves the time of the comparison.
+            # int32 like `pos`, which halves the comparison's time.
             limits = limit[losing, None].astype(np.int32)
             expired = self.member[losing] & (self.pos < limits)
             refs = refs - expired.sum(0, dtype=np.int32)
@@ -135,7 +135,7 @@ class CellTable:
         return Room(start, losing, expired)
 
     def expire(self, room: Room) -> None:
-        """Drop the cells that the sliding window gives up, and note which tokens are missing."""
+        """Drop the cells that leave the sliding window, and record what is missing."""
         rows, cells = room.losing, room.expired
         if rows.size:
             newest = np.where(cells, self.pos, -1).max(1)
@@ -145,9 +145,9 @@ class CellTable:
             self._recount(rows)
 
     def needed(self, batch: Batch, window: int, memory: int) -> tuple[int, int]:
-        """Return the first and last stored cell to which the batch may attend.
+        """Return the first and last cell to which the batch may attend.
 
-        They are ``size`` and -1 if there is none.
+        Returns ``size`` and -1 if there is none.
         """
         rows = self.rows(batch.ids)
         if memory == UNLIMITED:
@@ -157,7 +157,7 @@ class CellTable:
         return (int(near[0]), int(near[-1])) if near.size else (self.size, -1)
 
     def claim(self, start: int, batch: Batch) -> None:
-        """Write a batch into the free cells that begin at `start`."""
+        """Store a batch in the free cells from `start` on."""
         end = start + len(batch)
         rows = np.array([self._own_row(seq) for seq in batch.ids], np.intp)[batch.which]
         cells = np.arange(start, end)
@@ -170,7 +170,7 @@ class CellTable:
         np.maximum.at(self.last, rows, batch.positions)
 
     def share(self, src_seq: int, dst_seq: int, n: int) -> None:
-        """Make `dst_seq` the tokens of `src_seq` below position `n`, and no others."""
+        """Replace `dst_seq` by the tokens of `src_seq` below position `n`."""
         src, dst = self.row(src_seq), self._own_row(dst_seq)
         cells = self.member[src] & (self.pos < n)
         self.refs += cells
@@ -181,7 +181,7 @@ class CellTable:
         self._forget(dst_seq)
 
     def cut(self, seq: int, begin: int, end: int) -> Cut | None:
-        """Return the cells that ``[begin, end)`` takes out of a sequence, None if it takes none."""
+        """Return the cells of a sequence in ``[begin, end)``; None if empty."""
         row = self.row(seq)
         if self.last[row] < begin or begin == end:
             return None
@@ -191,14 +191,14 @@ class CellTable:
         return Cut(row, begin, end, gone, later, member & ~gone)
 
     def check_shift(self, cut: Cut, window: int, can_shift: bool) -> None:
-        """Refuse a cut that later tokens cannot survive.
+        """Refuse a cut after which later tokens would be wrong.
 
         Raises
         ------
         SharedCellsError
             Another sequence shares a token after the cut.
         NotSupported
-            The window of the next token would reach dropped tokens, or keys cannot be shifted.
+            The next token's window would contain dropped tokens, or keys cannot be shifted.
         """
         if not cut.later.any():
             return
@@ -221,7 +221,7 @@ class CellTable:
             raise NotSupported(message, "end", cut.end)
 
     def take(self, seq: int, cut: Cut) -> None:
-        """Take a cut out of its sequence and close the gap."""
+        """Remove a cut from its sequence and close the gap."""
         self.dropped[cut.row] = self._dropped_after(cut)
         self.pos[cut.later] -= np.int32(cut.end - cut.begin)
         self.refs[cut.gone] -= 1
@@ -232,13 +232,13 @@ class CellTable:
     def compact(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
         """Fill the holes at the front with cells from the end.
 
-        Holes are filled in ascending order, each with the last cell in use. A run of
-        neighbours that goes to neighbours moves as one block and so keeps its order.
+        Holes are filled in ascending order, each with the last used cell. A contiguous run that
+        moves to contiguous cells keeps its order.
 
         Returns
         -------
         dst, src : ndarray of intp
-            The moves, for the data to follow: ``data[dst] = data[src]``.
+            The moves to apply to the data: ``data[dst] = data[src]``.
         """
         in_use = self.in_use
         dst = np.flatnonzero(self.refs[:in_use] == 0)
@@ -257,12 +257,12 @@ class CellTable:
         return dst, src
 
     def _dropped_after(self, cut: Cut) -> int:
-        """Return `dropped` of the sequence as it is after the cut."""
+        """Return the sequence's `dropped` after the cut."""
         dropped = int(self.dropped[cut.row])
         return dropped - (cut.end - cut.begin) if dropped > cut.end else min(dropped, cut.begin)
 
     def _recount(self, rows: Iterable[Any]) -> None:
-        """Bring the extents of sequences in line with their cells."""
+        """Recompute the extents of sequences from their cells."""
         for row in rows:
             cells = np.flatnonzero(self.member[row])
             extents: tuple[Any, ...] = self.size, -1, _NONE, -1
@@ -272,7 +272,7 @@ class CellTable:
             self.lo[row], self.hi[row], self.first[row], self.last[row] = extents
 
     def _own_row(self, seq: int) -> int:
-        """Return the row of a sequence, a new one if it is unknown."""
+        """Return the row of a sequence, a new one if unknown."""
         row = self._row_of.get(seq)
         if row is None:
             if not self._unused:
@@ -281,7 +281,7 @@ class CellTable:
         return row
 
     def _forget(self, seq: int) -> None:
-        """Give back the row of a sequence that has no cells left."""
+        """Free the row of a sequence without cells."""
         row = self._row_of.get(seq)
         if row is not None and self.last[row] < 0:
             del self._row_of[seq]
@@ -292,13 +292,13 @@ class CellTable:
         count = self.lo.size
         for name in ("member", *_EXTENTS):
             array = getattr(self, name)
-            # A new row is as empty as that of unknown sequences.
+            # A new row is empty, like that of unknown sequences.
             setattr(self, name, np.concatenate((array, np.repeat(array[:1], count, 0))))
         self._unused.extend(range(2 * count - 1, count - 1, -1))
 
 
 def _first_block(refs: NDArray[np.int32], n: int) -> int | None:
-    """Return the start of the first run of `n` zeros in `refs`, or None."""
+    """Return the start of the first run of `n` free cells, or None."""
     free = refs == 0
     start = int(free.argmax())
     if free[start : start + n].sum() == n:

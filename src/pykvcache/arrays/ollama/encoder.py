@@ -1,4 +1,4 @@
-"""The cache of an encoder's output: stored once, seen by every position."""
+"""EncoderCache: an encoder's output, stored once and visible at every position."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class _Pass(NamedTuple):
 
 
 class EncoderCache(OllamaCache):
-    """K and V that do not depend on positions, of the most recent multimodal item.
+    """Position-independent K and V of the most recent multimodal item.
 
-    Arrays of any shape are stored in their own dtype and returned as they were stored; there is
-    no mask. One sequence only. See `Cache` for the methods' arguments.
+    Arrays of any shape are stored and returned in their own dtype, without a mask. One sequence
+    only. See `Cache` for the methods' arguments.
 
-    It follows Ollama's ``kvcache.EncoderCache``, except that a reserve pass leaves the position
-    of the last item alone, and that a later ``put`` of another shape raises. As in Ollama, the
-    item keeps the position at which it was put when ``remove`` moves the tokens around it.
+    Modelled on Ollama's ``kvcache.EncoderCache``, except that a reserve pass does not change the
+    item's position, and that a later ``put`` of another shape raises. As in Ollama, the item
+    keeps its position when ``remove`` moves the tokens around it.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class EncoderCache(OllamaCache):
 
     @property
     def encoder_cached(self) -> bool:
-        """Whether an item is stored that ``remove`` has not taken away."""
+        """Whether an item is stored and not removed."""
         return self._cached_pos is not None
 
     def init(
@@ -58,7 +58,7 @@ class EncoderCache(OllamaCache):
         capacity: SupportsIndex,
         max_batch: SupportsIndex,
     ) -> None:
-        """Set the cache up, empty. Arrays keep their own dtype whatever `dtype` is.
+        """Set the cache up, empty. `dtype` is ignored: arrays keep their own.
 
         Raises
         ------
@@ -92,7 +92,7 @@ class EncoderCache(OllamaCache):
         return self._pass
 
     def set_layer(self, layer: SupportsIndex) -> None:
-        """Choose the layer for ``put`` and ``get``; see `Cache.set_layer`."""
+        """Set the layer for ``put`` and ``get``; see `Cache.set_layer`."""
         index = as_layer(layer)
         self._ready()
         self._layer = index
@@ -106,8 +106,8 @@ class EncoderCache(OllamaCache):
     ) -> None:
         """Begin a forward pass; see `Cache.start_forward`.
 
-        Its K and V belong to the position of the last item in `multimodal`, or else to that of
-        an earlier pass.
+        Its K and V get the position of the last item in `multimodal`, or that of an earlier pass
+        without one.
         """
         batch = Batch(positions, sequences, multimodal).check_size(self._ready())
         items = batch.multimodal
@@ -119,12 +119,12 @@ class EncoderCache(OllamaCache):
     def put(self, key: NDArray[Any], value: NDArray[Any]) -> None:
         """Store K and V of the item in the active layer.
 
-        The first ``put`` of a layer allocates its arrays. In a reserve pass that is all.
+        The first ``put`` of a layer allocates its arrays. A reserve pass does nothing else.
 
         Parameters
         ----------
         key, value : ndarray
-            Of any shape, the same at every ``put`` of a layer.
+            Any shape, but the same at every ``put`` of a layer.
 
         Raises
         ------
@@ -154,7 +154,7 @@ class EncoderCache(OllamaCache):
             as_storable(name, array, old.dtype)
         if not now.reserve:
             rows = [converted(array, old.dtype) for array, old in zip(new, stored, strict=True)]
-            # `get` may have returned `value` as the keys, which are written first.
+            # `value` may be a view of the keys, which are written first.
             if np.may_share_memory(rows[1], stored[0]):
                 rows[1] = rows[1].copy()
             for array, old in zip(rows, stored, strict=True):
@@ -165,9 +165,9 @@ class EncoderCache(OllamaCache):
     def get(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None, None]:
         """Return K and V of the active layer as read-only views, and no mask.
 
-        With ``permuted_v``, the third axis from the end of V comes last. A layer without arrays
-        gives None for all three. An item that ``remove`` took away is still returned, as in
-        Ollama; ``encoder_cached`` is then False.
+        With ``permuted_v``, V's third axis from the end comes last. A layer without arrays returns
+        None for all three. As in Ollama, a removed item is still returned; ``encoder_cached`` is
+        then False.
         """
         self._ready()
         if self._layer not in self._arrays:
@@ -177,14 +177,14 @@ class EncoderCache(OllamaCache):
         return key, value, None
 
     def set_causal(self, except_: Iterable[SupportsIndex] = ()) -> None:
-        """Check the rows; there is no mask for them to change. See `Cache.set_causal`."""
+        """Check the rows; there is no mask to change. See `Cache.set_causal`."""
         rows = as_ints("except_", except_)
         self._started().batch.rows("except_", rows)
 
     def copy_prefix(
         self, src_seq: SupportsIndex, dst_seq: SupportsIndex, n: SupportsIndex
     ) -> NoReturn:
-        """Raise `NotSupported`: there is one sequence only."""
+        """Raise `NotSupported`: the cache has one sequence."""
         self._check_copy_prefix(*as_copy(src_seq, dst_seq, n))
         raise AssertionError
 
@@ -197,7 +197,7 @@ class EncoderCache(OllamaCache):
     def remove(
         self, seq: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None = None
     ) -> None:
-        """Forget the item if its position is in ``[begin, end)``; see `Cache.remove`."""
+        """Remove the item if its position is in ``[begin, end)``; see `Cache.remove`."""
         _, first, last = as_range(seq, begin, end)
         self._ready()
         if self._cached_pos is not None and first <= self._cached_pos < last:

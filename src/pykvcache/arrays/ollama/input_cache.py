@@ -1,4 +1,4 @@
-"""The slot policy of Ollama's runner: which slot of a cache serves which prompt."""
+"""InputCache: the slot policy of Ollama's runner, which assigns prompts to slots."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Input:
     ----------
     token : int
     multimodal_hash : int
-        Hash of the image; two inputs are the same if token and hash are.
+        Hash of the image; inputs are equal if token and hash are.
     same_batch : int
-        Number of inputs after this one that must be in its batch, and are discarded with it.
+        Number of following inputs that must be in the same batch, and are discarded together.
 
     Raises
     ------
@@ -45,7 +45,7 @@ class Input:
     same_batch: int = 0
 
     def __post_init__(self) -> None:
-        # Plain integers neither overflow nor change later.
+        # Plain ints cannot overflow or change.
         set_field = object.__setattr__
         set_field(self, "token", as_int("token", self.token))
         set_field(self, "multimodal_hash", as_int("multimodal_hash", self.multimodal_hash))
@@ -61,11 +61,11 @@ class Slot:
     id : int
         Sequence id in the cache.
     inputs : list of Input
-        The inputs stored in the cache; the caller appends those it evaluates.
+        The inputs in the cache; the caller appends evaluated ones.
     in_use : bool
         Set by ``load_slot``; the caller clears it when done.
     last_used : float
-        When ``load_slot`` last chose it, in seconds of ``time.monotonic``; 0 if never.
+        Time of its last ``load_slot``, in seconds of ``time.monotonic``; 0 if never.
     """
 
     id: int
@@ -76,37 +76,36 @@ class Slot:
 
 @runtime_checkable
 class CheckpointCache(Protocol):
-    """A cache that can only be resumed where it took a checkpoint."""
+    """A cache that can be resumed only at checkpoints."""
 
     def prepare_restore(self, seq: int, pos: int) -> int | None:
-        """Return the position at or below `pos` from which to go on, None if there is none."""
+        """Return the position at or below `pos` from which to continue, or None."""
         ...
 
 
 class InputCache:
-    """Gives each prompt the slot whose contents save the most work.
+    """Assigns each prompt the slot with the most reusable contents.
 
     A single user's prompts go to the free slot with the longest common prefix, which keeps the
-    footprint small. With several users, that slot is taken only if the prompt extends all of it;
+    footprint small. With several users, that slot is used only if the prompt extends all of it;
     otherwise the prefix is forked into the least recently used slot.
 
-    It follows Ollama's ``ollamarunner.InputCache``, except that it raises `NoSlot` where all
-    slots are in use (Ollama dereferences nil for several users), never writes to the caller's
-    prompt (Ollama shifts inputs in it), and refuses an empty prompt. Not safe for use by several
-    threads without a lock.
+    Modelled on Ollama's ``ollamarunner.InputCache``, except that it raises `NoSlot` if all slots
+    are in use (Ollama dereferences nil for several users), never changes the caller's prompt
+    (Ollama shifts inputs in it), and refuses an empty prompt. Not thread-safe.
 
     Parameters
     ----------
     cache : Cache or None
-        Set up here; None manages only the slots, for models without a cache.
+        Set up by the constructor; None manages slots only, for models without a cache.
     kv_size : int
-        Number of tokens to make room for, over all slots.
+        Number of tokens to reserve room for, over all slots.
     num_slots : int
         Number of sequences, at least 1.
     batch_size : int
         Largest batch; at most ``kv_size // num_slots``.
     multi_user : bool
-        How to choose slots; see above.
+        Policy for choosing slots; see above.
     dtype : dtype
         Dtype of the stored K and V.
 
@@ -148,7 +147,7 @@ class InputCache:
         self._slots = [Slot(i) for i in range(slots)]
 
     def __copy__(self) -> Any:
-        # A shallow copy would share the cache and the slots.
+        # A shallow copy would share cache and slots.
         return copy.deepcopy(self)
 
     @property
@@ -158,7 +157,7 @@ class InputCache:
 
     @property
     def num_ctx(self) -> int:
-        """Number of inputs that a slot has room for."""
+        """Capacity of a slot in inputs."""
         return self._num_ctx
 
     @property
@@ -174,19 +173,19 @@ class InputCache:
     def load_slot(
         self, prompt: Sequence[Input], cache_prompt: bool = True
     ) -> tuple[Slot, list[Input]]:
-        """Choose a slot for a prompt, and cut the slot to their common prefix.
+        """Choose a slot for a prompt, and truncate it to the common prefix.
 
         Parameters
         ----------
         prompt : sequence of Input
             Not changed.
         cache_prompt : bool
-            False to evaluate all of the prompt anew.
+            False to evaluate the whole prompt again.
 
         Returns
         -------
         slot : Slot
-            In use from now on.
+            The slot, now in use.
         rest : list of Input
             The inputs left to evaluate, at least one.
 
@@ -195,7 +194,7 @@ class InputCache:
         CacheValueError
             `prompt` is empty.
         TypeError
-            `prompt` holds other objects than inputs.
+            `prompt` contains other objects than inputs.
         NoSlot
             No slot is free.
         """
@@ -212,16 +211,16 @@ class InputCache:
             count = len(self._slots)
             raise NoSlot(f"all {count} slots are in use", "slots", count, count)
         slot, past = self._best(inputs, free) if self._multi_user else _longest(inputs, free)
-        # One input is left to evaluate: its output is what comes next.
+        # Leave at least one input to evaluate, for its output.
         past = self._resume(slot, inputs, min(past, len(inputs) - 1) if cache_prompt else 0)
         slot.in_use = True
-        # A slow clock may not tick between two loads; their order must not be lost.
+        # Keep the order of loads even if a slow clock does not tick between them.
         newest = max(other.last_used for other in self._slots)
         slot.last_used = max(time.monotonic(), math.nextafter(newest, math.inf))
         return slot, inputs[past:]
 
     def _best(self, prompt: list[Input], free: list[Slot]) -> tuple[Slot, int]:
-        """Return a slot that the prompt extends, or else the oldest one with a forked prefix."""
+        """Return a slot that the prompt extends, or the oldest one with a forked prefix."""
         source, longest = _longest(prompt, self._slots)
         if longest == len(source.inputs) and not source.in_use:
             return source, longest
@@ -233,7 +232,7 @@ class InputCache:
         return oldest, longest
 
     def _resume(self, slot: Slot, inputs: list[Input], past: int) -> int:
-        """Cut a slot to the first `past` of these inputs, or fewer; return how many are left."""
+        """Truncate a slot to the first `past` inputs or fewer; return the number left."""
         cache = self._cache
         if cache is not None:
             if past > 0 and isinstance(cache, CheckpointCache):
@@ -243,14 +242,14 @@ class InputCache:
             try:
                 cache.remove(slot.id, past)
             except Exception:
-                # Some caches cannot be cut, only emptied.
+                # Some caches cannot be truncated, only emptied.
                 past = 0
                 cache.remove(slot.id, 0)
         slot.inputs = inputs[:past]
         return past
 
     def shift_discard(self, inputs: Sequence[Input], keep: SupportsIndex) -> int:
-        """Return how many inputs after the first `keep` to discard to make room.
+        """Return how many inputs after the first `keep` to discard for room.
 
         Half of the room after the kept inputs shall be free, at least one input. Inputs that
         must be in the same batch go together.

@@ -1,4 +1,4 @@
-"""The K and V arrays of a cache that is made of cells, one pair per layer."""
+"""K and V arrays of a cell-based cache, one pair per layer."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Layer:
     ----------
     keys, values : ndarray, shape (n_cells, n_kv_heads, head_dim)
     keys_out, values_out : ndarray
-        The same memory, read-only; `values_out` is ``(n_kv_heads, head_dim, n_cells)`` if V is
+        Read-only views of them; `values_out` is ``(n_kv_heads, head_dim, n_cells)`` if V is
         permuted.
     key_shape, value_shape : tuple of int, or None
         Shapes that ``put`` stores without further checks in the current pass.
     dtype : dtype
-        That of the arrays, and of arrays that ``put`` stores without further checks.
+        Dtype of the arrays, and of arrays that ``put`` stores without further checks.
     """
 
     __slots__ = (
@@ -50,21 +50,21 @@ class Layer:
     def of_zeros(
         cls, n_cells: int, key: NDArray[Any], value: NDArray[Any], dtype: Any, permuted: bool
     ) -> Layer:
-        """Make the arrays of a layer that stores tokens like `key` and `value`."""
+        """Allocate a layer for tokens like those of `key` and `value`."""
         shapes = [(n_cells, *array.shape[1:]) for array in (key, value)]
         for name, shape in zip(("key", "value"), shapes, strict=True):
             check_shape(f"{name} of all cells", shape, dtype)
-        # Permuted, the cells of a channel are neighbours in memory.
+        # If permuted, the cells of a channel are contiguous.
         laid_out = (*shapes[1][1:], n_cells) if permuted else shapes[1]
         return cls(np.zeros(shapes[0], dtype), np.zeros(laid_out, dtype), permuted)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Copied one by one, the views would no longer be views.
+        # Copied separately, the views would no longer be views.
         values = self.values.transpose(1, 2, 0) if self.permuted else self.values
         return Layer, (self.keys, values, self.permuted)
 
     def expect(self, n_tokens: int | None) -> None:
-        """Set the shapes that ``put`` stores without further checks; None for no shape."""
+        """Set the shapes that ``put`` stores without further checks; None for none."""
         if n_tokens is None:
             self.key_shape = self.value_shape = None
         elif self.key_shape is None or self.key_shape[0] != n_tokens:
@@ -73,13 +73,13 @@ class Layer:
 
 
 class LayerStore:
-    """The layers of a cache, each made by its first ``put``.
+    """The layers of a cache, each allocated by its first ``put``.
 
     Attributes
     ----------
     layers : dict of int to Layer
     dtype : dtype
-        Of K and V.
+        Dtype of K and V.
     """
 
     def __init__(self, n_cells: int, dtype: np.dtype[Any], permuted: bool) -> None:
@@ -89,7 +89,7 @@ class LayerStore:
         self._n_cells, self._permuted = n_cells, permuted
 
     def select(self, index: int) -> Layer | None:
-        """Make a layer the active one; return it, if it has arrays."""
+        """Set the active layer; return it if it has arrays."""
         self._index = index
         return self.layers.get(index)
 
@@ -126,7 +126,7 @@ class LayerStore:
                 raise CacheValueError(message, what, array.shape, stored.shape[1:])
         if not reserve:
             key, value = converted(key, self.dtype), converted(value, self.dtype)
-            # `get` may have returned `value` as the keys, which are written first.
+            # `value` may be a view of the keys, which are written first.
             if np.may_share_memory(value, layer.keys):
                 value = value.copy()
             layer.keys[slot] = key
@@ -144,8 +144,8 @@ class LayerStore:
     def shift(self, shift_fn: ShiftFn, cut: Cut, max_batch: int) -> None:
         """Rotate the keys of the tokens after a cut; store none if `shift_fn` raises.
 
-        The rest of the sequence is visited from its first to its last cell, `max_batch` cells
-        at a time; `shift_fn` sees those from the first to the last that moves.
+        Visits the sequence's remaining cells in order, `max_batch` at a time; `shift_fn` gets the
+        cells from the first to the last that moves.
         """
         rotated: list[tuple[NDArray[Any], NDArray[np.intp], NDArray[Any]]] = []
         extent = np.flatnonzero(cut.kept)

@@ -28,14 +28,14 @@ def batch_mask(
     Parameters
     ----------
     ahead : set of int
-        Batch rows to which later positions are visible.
+        Batch rows that also see later positions.
     window, chunk : int
-        How many positions back a row sees, and the size of its chunk; 0 for no chunks.
+        Number of earlier positions that a row sees, and the chunk size; 0 for no chunks.
 
     Returns
     -------
     ndarray, shape (rows, history)
-        One row per token, rounded up to the multiple that `config` asks for.
+        One row per token, rounded up to the padding of `config`.
     """
     newest, oldest = batch.positions, batch.positions - np.int32(window)
     if chunk:
@@ -72,10 +72,10 @@ def _mask_of_one(
 ) -> NDArray[Any]:
     """Build the mask of a batch of one sequence, which has the cells `member`.
 
-    Every row sees most columns, so only the others are compared row by row: a causal mask
-    costs the triangle of the batch, not the history.
+    Columns that every row sees need no comparison per row, so a causal mask costs the batch's
+    triangle, not the history.
     """
-    # The system may provide zeros untouched: columns that every row sees then cost nothing.
+    # Fresh zero pages are free, so columns that every row sees cost nothing.
     mask = np.zeros(shape, dtype)
     mask[newest.size :] = -np.inf
     columns = np.flatnonzero(~(member & (pos <= newest.min()) & (pos >= oldest.max())))
@@ -91,7 +91,7 @@ def _mask_of_one(
 def _hidden(
     pos: NDArray[np.int32], newest: NDArray[np.int32], oldest: NDArray[np.int32]
 ) -> NDArray[np.bool_]:
-    """Return which positions lie outside ``[oldest, newest]``, ``(n_tokens, len(pos))``."""
+    """Return which positions are outside ``[oldest, newest]``, ``(n_tokens, len(pos))``."""
     hidden = pos > newest[:, None]
     if oldest.max() > 0:
         hidden |= pos < oldest[:, None]
@@ -99,8 +99,8 @@ def _hidden(
 
 
 def _as_mask(hidden: NDArray[np.bool_], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return -inf where something is hidden, 0 elsewhere."""
-    # Multiplying the bits of -inf is several times faster than choosing between two floats.
+    """Return -inf for hidden cells, 0 for others."""
+    # Multiplying the bits of -inf is several times faster than np.where.
     minus_inf = np.array(-np.inf, dtype).view(f"i{dtype.itemsize}")
     bits: NDArray[Any] = np.multiply(hidden, minus_inf)
     return bits.view(dtype)

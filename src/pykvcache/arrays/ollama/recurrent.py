@@ -1,4 +1,4 @@
-"""A causal cache with recurrent states that can be taken back to checkpoints."""
+"""RecurrentCache: a causal cache with recurrent states and checkpoints."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from pykvcache.errors import CacheValueError, NotSupported, shown
 
 __all__ = ["CheckpointRing", "RecurrentCache"]
 
-# Checkpoints of one sequence.
+# Maximum number of checkpoints of a sequence.
 _MOST_CHECKPOINTS = 2**16
 
 
 class CheckpointRing:
     """A fixed number of checkpoints; a new one replaces the oldest.
 
-    A checkpoint is a position and named arrays. The ring follows the checkpoint store of
-    Ollama's recurrent cache.
+    A checkpoint is a position and named arrays. Modelled on the checkpoint store of Ollama's
+    recurrent cache.
 
     Parameters
     ----------
@@ -39,15 +39,15 @@ class CheckpointRing:
 
     def __init__(self, count: SupportsIndex) -> None:
         n = as_int("count", count, minimum=0, maximum=_MOST_CHECKPOINTS)
-        # -1 marks an unused place.
+        # -1 marks an unused slot.
         self._pos = np.full(n, -1, np.int64)
-        # Replaced, never changed in place: copies of the ring share them.
+        # Never changed in place, because copies of the ring share them.
         self._arrays: list[dict[Hashable, NDArray[Any]]] = [{}] * n
         self._next = 0
         self._last_pos = -1
 
     def copy(self) -> CheckpointRing:
-        """Return an independent ring of the same checkpoints; their arrays are not copied."""
+        """Return an independent ring with the same checkpoints, without copying arrays."""
         other = CheckpointRing(0)
         other._pos, other._arrays = self._pos.copy(), self._arrays.copy()
         other._next, other._last_pos = self._next, self._last_pos
@@ -63,7 +63,7 @@ class CheckpointRing:
 
     @property
     def last_pos(self) -> int:
-        """Position of the last checkpoint recorded or gone back to; -1 if there is none."""
+        """Position of the last recorded or restored checkpoint; -1 for none."""
         return self._last_pos
 
     @property
@@ -72,7 +72,7 @@ class CheckpointRing:
         return sorted(self._pos[self._pos >= 0].tolist())
 
     def record(self, pos: SupportsIndex) -> int:
-        """Begin a checkpoint without arrays; return its place, -1 if the ring has none."""
+        """Begin a checkpoint without arrays; return its slot, -1 if the ring has size 0."""
         position = as_int("pos", pos, minimum=0, maximum=MOST)
         if not self._pos.size:
             return -1
@@ -83,23 +83,23 @@ class CheckpointRing:
         return place
 
     def store(self, place: int, name: Hashable, array: NDArray[Any]) -> None:
-        """Copy an array into the checkpoint at a place."""
+        """Copy an array into the checkpoint of a slot."""
         place = as_int("place", place, minimum=0, maximum=self._pos.size - 1)
         self._hold(place, name, as_storable("array", array).copy())
 
     def _hold(self, place: int, name: Hashable, array: NDArray[Any]) -> None:
-        """Put an array that stays unchanged into a checkpoint."""
+        """Store an array that never changes in a checkpoint."""
         self._arrays[place] = {**self._arrays[place], name: array}
 
     def best(self, target: SupportsIndex) -> int | None:
-        """Return the place of the highest checkpoint strictly below `target`, if any."""
+        """Return the slot of the highest checkpoint below `target`, if any."""
         below = np.where(self._pos < as_int("target", target), self._pos, -1)
         if not below.size or below.max() < 0:
             return None
         return int(below.argmax())
 
     def at(self, place: int) -> tuple[int, Mapping[Hashable, NDArray[Any]]]:
-        """Return the position and the arrays, read-only, of the checkpoint at a place."""
+        """Return position and arrays, read-only, of the checkpoint of a slot."""
         place = as_int("place", place, minimum=0, maximum=self._pos.size - 1)
         held = {name: array.view() for name, array in self._arrays[place].items()}
         for array in held.values():
@@ -107,13 +107,13 @@ class CheckpointRing:
         return int(self._pos[place]), held
 
     def prune_after(self, pos: SupportsIndex) -> None:
-        """Drop the checkpoints above `pos`, after the state went back to it."""
+        """Drop the checkpoints above `pos`, after a restore to it."""
         position = as_int("pos", pos)
         self._pos[self._pos > position] = -1
         self._renumber(position)
 
     def shift_range(self, begin: SupportsIndex, end: SupportsIndex) -> None:
-        """Drop the checkpoints in ``[begin, end)`` and lower those after it."""
+        """Drop the checkpoints in ``[begin, end)`` and shift those after it down."""
         _, first, last = as_range(0, begin, end)
         self._pos[(self._pos >= first) & (self._pos < last)] = -1
         self._pos[self._pos >= last] -= last - first
@@ -125,16 +125,16 @@ class CheckpointRing:
         if not used.any():
             self._next = 0
         else:
-            # The first unused place, or else that of the oldest checkpoint.
+            # The first unused slot, or that of the oldest checkpoint.
             self._next = int(self._pos.argmin() if used.all() else used.argmin())
 
 
 class _State:
-    """The state of a sequence's recurrent layers after its tokens below `pos`."""
+    """State of a sequence's recurrent layers after the tokens below `pos`."""
 
     def __init__(self, count: int) -> None:
         self.pos = 0
-        # Arrays are replaced, never changed in place: copies of the state share them.
+        # Never changed in place, because copies of the state share them.
         self.arrays: dict[Hashable, NDArray[Any]] = {}
         self.ring = CheckpointRing(count)
 
@@ -144,7 +144,7 @@ class _State:
         return other
 
     def go_back(self, place: int) -> None:
-        """Return to a checkpoint, and forget those after it."""
+        """Restore a checkpoint, and drop later ones."""
         pos, arrays = self.ring.at(place)
         self.arrays = {key: arrays[key] for key in self.arrays}
         self.pos = pos + 1
@@ -152,21 +152,20 @@ class _State:
 
 
 class RecurrentCache(CausalCache):
-    """K and V for a model's attention layers, and a state per sequence for its recurrent ones.
+    """K and V for attention layers, and a state per sequence for recurrent layers.
 
-    A recurrent state cannot be cut. It goes back to a checkpoint, one of the copies made at
-    intervals while the sequence grew. ``prepare_restore(seq, pos)`` returns the position from
-    which the sequence can go on, at most `pos`; ``remove(seq, that)`` then goes there.
-    `InputCache` does both. Any other ``remove`` of the end of a sequence, except of all of it,
-    raises `NotSupported`.
+    A recurrent state cannot be truncated, only restored from a checkpoint, a copy made at
+    intervals. ``prepare_restore(seq, pos)`` returns the position, at most `pos`, from which the
+    sequence can continue; ``remove(seq, that)`` then restores it. `InputCache` does both. Any
+    other removal at the end of a sequence, except of all of it, raises `NotSupported`.
 
-    It follows the recurrent cache of newer Ollama, except that a sequence whose state is already
-    at the requested position needs no checkpoint, that a batch which does not begin where the
-    state is raises, and that any number of sequences have states. As in Ollama, ``remove`` from
-    the middle leaves in the state the effect of the removed tokens.
+    Modelled on the recurrent cache of newer Ollama versions, except that a sequence whose state
+    is already at the requested position needs no checkpoint, that a batch which does not follow
+    the state raises, and that any number of sequences can have states. As in Ollama, after
+    ``remove`` from the middle the state still contains the effect of the removed tokens.
 
-    A sequence goes on only where its state and its K and V end: ``start_forward`` raises
-    `NotSupported` for other positions, and where the two do not end at the same one.
+    A sequence continues only where its state and its K and V end: ``start_forward`` raises
+    `NotSupported` for other positions, and if the two ends differ.
 
     Parameters
     ----------
@@ -177,7 +176,7 @@ class RecurrentCache(CausalCache):
     checkpoint_min_pos : int
         Lowest position of a checkpoint.
     checkpoint_interval : int
-        Least distance between two checkpoints.
+        Minimum distance of two checkpoints.
 
     Raises
     ------
@@ -203,7 +202,7 @@ class RecurrentCache(CausalCache):
 
     def _forget_states(self) -> None:
         self._states: dict[int, _State] = {}
-        # Places in the rings: of prepared restores, and of checkpoints of the current batch.
+        # Slots in the rings: of prepared restores, and of the current batch's checkpoints.
         self._pending: dict[int, int] = {}
         self._places: dict[int, int] = {}
         self._state_layer = 0
@@ -225,14 +224,14 @@ class RecurrentCache(CausalCache):
         self._forget_states()
 
     def set_layer(self, layer: SupportsIndex) -> None:
-        """Choose the layer, for states too; see `CausalCache.set_layer`."""
+        """Set the layer, also for states; see `CausalCache.set_layer`."""
         index = as_layer(layer)
         super().set_layer(index)
         self._state_layer = index
 
     @property
     def batch_sequences(self) -> list[int]:
-        """The sequences of the batch, ascending: the rows of ``get_state`` and ``put_state``.
+        """Sequences of the batch, ascending: the rows of ``get_state`` and ``put_state``.
 
         Raises
         ------
@@ -256,20 +255,20 @@ class RecurrentCache(CausalCache):
                 self._places[seq] = state.ring.record(newest)
 
     def _own_state(self, seq: int) -> _State:
-        """Return the state of a sequence, a new one if it has none."""
+        """Return the state of a sequence, creating one if needed."""
         if seq not in self._states:
             self._states[seq] = _State(self._count)
         return self._states[seq]
 
     def _length(self, seq: int) -> int:
-        """Return the position after the last whose K and V a sequence has."""
+        """Return the position after a sequence's last K and V."""
         cells = self._ready().cells
         return int(cells.last[cells.row(seq)]) + 1
 
     def get_state(
         self, name: str, shape: tuple[SupportsIndex, ...], dtype: DTypeLike = np.float32
     ) -> NDArray[Any]:
-        """Return a state of the batch's sequences in the active layer.
+        """Return a state of the active layer for the batch's sequences.
 
         Returns
         -------
@@ -281,7 +280,7 @@ class RecurrentCache(CausalCache):
         CacheOrderError
             No batch was started.
         CacheValueError
-            A sequence's state has another shape, or no array can have it.
+            A sequence's state has another shape, or the shape is too large.
         """
         one = tuple(as_int(f"shape[{i}]", n, minimum=0) for i, n in enumerate(shape))
         kind, ids = as_float_dtype(dtype), self.batch_sequences
@@ -297,7 +296,7 @@ class RecurrentCache(CausalCache):
         return out
 
     def put_state(self, name: str, value: NDArray[Any]) -> None:
-        """Store a state of the batch's sequences in the active layer; nothing if reserving.
+        """Store a state of the active layer for the batch's sequences; a reserve pass does nothing.
 
         Parameters
         ----------
@@ -309,7 +308,7 @@ class RecurrentCache(CausalCache):
         CacheOrderError
             No batch was started.
         CacheValueError
-            There is not one row per sequence of the batch.
+            The number of rows is not the number of sequences of the batch.
         CacheDTypeError
             `value` is not an array of real numbers.
         """
@@ -328,13 +327,13 @@ class RecurrentCache(CausalCache):
                 state.ring._hold(place, key, array)
 
     def prepare_restore(self, seq: SupportsIndex, pos: SupportsIndex) -> int | None:
-        """Choose the checkpoint to which ``remove`` will go back.
+        """Choose the checkpoint that ``remove`` will restore.
 
         Returns
         -------
         int or None
-            The position from which the sequence can go on, at most `pos`: `pos` itself if the
-            state is there, else one after the highest checkpoint below `pos`.
+            The position from which the sequence can continue: `pos` if the state is there, else
+            the one after the highest checkpoint below `pos`.
         """
         ident, target = as_place(seq, pos)
         length, state = self._length(ident), self._states.get(ident)
@@ -343,7 +342,7 @@ class RecurrentCache(CausalCache):
             return None
         if state.pos == target == length:
             return target
-        # The state of a copied prefix may be further than its K and V.
+        # The state of a copied prefix may be ahead of its K and V.
         place = state.ring.best(min(target, length))
         if place is None:
             return None
@@ -351,7 +350,7 @@ class RecurrentCache(CausalCache):
         return state.ring.at(place)[0] + 1
 
     def can_resume(self, seq: SupportsIndex, pos: SupportsIndex) -> bool:
-        """Return whether the state is at `pos`, or a checkpoint is right before it."""
+        """Return whether the state or a checkpoint allows continuing at `pos`."""
         ident, position = as_place(seq, pos)
         if not super().can_resume(ident, position):
             return False
@@ -361,9 +360,9 @@ class RecurrentCache(CausalCache):
         return state.pos == position == length or position - 1 in state.ring.positions
 
     def copy_prefix(self, src_seq: SupportsIndex, dst_seq: SupportsIndex, n: SupportsIndex) -> None:
-        """Share a prefix, and the state and checkpoints of all of `src_seq`.
+        """Share a prefix, and the whole state and checkpoints of `src_seq`.
 
-        Unless the prefix is all of it, `dst_seq` must go back to a checkpoint first.
+        Unless the prefix is all of `src_seq`, `dst_seq` must restore a checkpoint first.
         """
         src, dst, count = as_copy(src_seq, dst_seq, n)
         super().copy_prefix(src, dst, count)
@@ -376,12 +375,13 @@ class RecurrentCache(CausalCache):
     def remove(
         self, seq: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None = None
     ) -> None:
-        """Remove tokens, and take the state back where ``prepare_restore`` said.
+        """Remove tokens, and restore the state that ``prepare_restore`` chose.
 
         Raises
         ------
         NotSupported
-            The tokens left would end before the state, at no prepared and complete checkpoint.
+            The remaining tokens would end before the state, without a prepared and complete
+            checkpoint there.
         """
         ident, first, last = as_range(seq, begin, end)
         self._check_remove(ident, first, last)

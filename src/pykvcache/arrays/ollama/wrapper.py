@@ -1,4 +1,4 @@
-"""Several caches as one, for models whose layers attend in different ways."""
+"""WrapperCache: several caches as one, for models with different kinds of layers."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ __all__ = ["WrapperCache"]
 
 
 class WrapperCache(OllamaCache):
-    """A container for caches of several kinds, one of which serves each layer.
+    """A container for several caches, each serving some layers.
 
-    ``set_layer_type`` chooses the cache for ``put`` and ``get``; everything else goes to all
-    caches. See `Cache` for the methods' arguments.
+    ``set_layer_type`` chooses the cache for ``put`` and ``get``; all other calls go to every
+    cache. See `Cache` for the methods' arguments.
 
-    It follows Ollama's ``kvcache.WrapperCache``, except that ``set_causal`` goes to all caches,
-    and that a call which one of this package's caches would refuse changes none. Only foreign
-    implementations of `Cache` and a raising `shift_fn` can fail half-way. The batch of a
-    ``start_forward`` that failed is then removed from the caches that had begun. A sequence of
-    which the caches may hold different tokens raises `CacheOrderError` until ``remove(seq, 0)``.
+    Modelled on Ollama's ``kvcache.WrapperCache``, except that ``set_causal`` goes to all caches,
+    and that a call which one of this package's caches refuses changes none. Only foreign
+    implementations of `Cache` and a raising `shift_fn` can fail half-way. After a failed
+    ``start_forward`` the batch is removed from the caches that had begun it. A sequence that may
+    differ between caches raises `CacheOrderError` until ``remove(seq, 0)``.
 
     Parameters
     ----------
     *caches : Cache
-        At least one, each another object.
+        At least one; all different objects.
 
     Raises
     ------
     TypeError
         A cache lacks methods of `Cache`.
     CacheValueError
-        There is no cache, or one is given twice, be it within another `WrapperCache`.
+        No cache is given, or one is given twice, also within another `WrapperCache`.
     """
 
     def __init__(self, *caches: Cache) -> None:
@@ -53,17 +53,17 @@ class WrapperCache(OllamaCache):
         self._type = 0
         self._max_batch = 0
         self._batch: Batch | None = None
-        # Sequences that some caches have changed and others not.
+        # Sequences that only some of the caches have changed.
         self._torn: set[int] = set()
 
     @property
     def caches(self) -> tuple[Cache, ...]:
-        """The wrapped caches, in the order of their layer types."""
+        """The wrapped caches, indexed by layer type."""
         return self._caches
 
     @property
     def underlying_cache(self) -> Cache:
-        """The cache that ``put`` and ``get`` go to."""
+        """The cache that ``put`` and ``get`` use."""
         return self._caches[self._type]
 
     def _own(self) -> list[OllamaCache]:
@@ -81,7 +81,7 @@ class WrapperCache(OllamaCache):
         tokens = as_int("capacity", capacity, minimum=1, maximum=MOST)
         batch = as_int("max_batch", max_batch, minimum=1, maximum=MOST)
         self._check_init(dtype, sequences, tokens, batch)
-        self._max_batch = 0  # until all are set up
+        self._max_batch = 0  # 0 until all are set up
         for cache in self._caches:
             cache.init(dtype, sequences, tokens, batch)
         self._torn, self._batch = set(), None
@@ -102,14 +102,14 @@ class WrapperCache(OllamaCache):
         self._max_batch, self._closed = 0, True
 
     def set_layer(self, layer: SupportsIndex) -> None:
-        """Choose the layer, in all caches."""
+        """Set the layer in all caches."""
         index = as_layer(layer)
         self._ready()
         for cache in self._caches:
             cache.set_layer(index)
 
     def set_layer_type(self, i: SupportsIndex) -> None:
-        """Choose cache `i` for ``put`` and ``get`` until the next ``start_forward``.
+        """Use cache `i` for ``put`` and ``get`` until the next ``start_forward``.
 
         `CacheLayerError` if there is none.
         """
@@ -126,7 +126,7 @@ class WrapperCache(OllamaCache):
         reserve: bool = False,
         multimodal: Iterable[SupportsIndex] = (),
     ) -> None:
-        """Begin a forward pass in all caches and choose the first one; raises what they raise."""
+        """Begin a forward pass in all caches and use the first one; raises what they raise."""
         batch = Batch(positions, sequences, multimodal).check_size(self._ready())
         self._check_forward(batch, bool(reserve))
         pos, seq, items = (a.tolist() for a in (batch.positions, batch.sequences, batch.multimodal))
@@ -142,7 +142,7 @@ class WrapperCache(OllamaCache):
         self._type, self._batch = 0, batch
 
     def _unwind(self, begun: list[Cache], batch: Batch) -> None:
-        """Remove a batch from the caches that have begun it."""
+        """Remove a batch from the caches that had begun it."""
         for cache in begun:
             for seq, lowest in zip(batch.ids, batch.lowest.tolist(), strict=True):
                 try:
@@ -159,7 +159,7 @@ class WrapperCache(OllamaCache):
         return self._caches[self._type].get()
 
     def set_causal(self, except_: Iterable[SupportsIndex] = ()) -> None:
-        """Let batch rows look ahead in all caches; raises what they raise."""
+        """Let batch rows see later positions in all caches; raises what they raise."""
         rows = as_ints("except_", except_)
         self._ready()
         if self._batch is None:
@@ -175,7 +175,7 @@ class WrapperCache(OllamaCache):
         self._each(dst, lambda cache: cache.copy_prefix(src, dst, count))
 
     def can_resume(self, seq: SupportsIndex, pos: SupportsIndex) -> bool:
-        """Return whether all caches can resume, and hold the same tokens."""
+        """Return whether all caches can resume and have the same tokens."""
         ident, position = as_place(seq, pos)
         self._ready()
         if position and ident in self._torn:
@@ -194,7 +194,7 @@ class WrapperCache(OllamaCache):
             self._torn.discard(ident)
 
     def _each(self, seq: int, change: Callable[[Cache], None]) -> None:
-        """Let all caches change a sequence, and remember it if only some of them did."""
+        """Change a sequence in all caches; record it as torn if only some did."""
         changed = False
         try:
             for cache in self._caches:
@@ -206,7 +206,7 @@ class WrapperCache(OllamaCache):
             raise
 
     def _check_whole(self, ids: Iterable[int]) -> None:
-        """Refuse to go on with a sequence of which the caches hold different tokens."""
+        """Refuse a sequence that differs between caches."""
         torn = self._torn.intersection(ids)
         if torn:
             message = (
@@ -260,7 +260,7 @@ class WrapperCache(OllamaCache):
 
 
 def _leaves(cache: Cache) -> Iterator[Cache]:
-    """Yield the caches that a `WrapperCache` wraps at any depth, or else the cache itself."""
+    """Yield the caches that a `WrapperCache` wraps at any depth, or the cache itself."""
     if isinstance(cache, WrapperCache):
         for wrapped in cache.caches:
             yield from _leaves(wrapped)

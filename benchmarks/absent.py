@@ -1,4 +1,4 @@
-"""What was not measured, so that no dash in a table is unexplained."""
+"""Explains the dashes in tables: what was not measured, and why."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from benchmarks.harness import Row, leave_out
 
 Rows = dict[str, Row]
 
-#: Beginnings of rows that are ours alone.
+#: Prefixes of rows that only we have.
 ALONE = {
     "reuse": ("nothing shared", "restore"),
     "real": ("another question", "12 prompts", "save, load", "chat, save"),
 }
 
-#: The end of a row's name that says how large it was.
+#: The size at the end of a row's name.
 SIZE = re.compile(r", (\d[\d,]*(?: [A-Za-z]+)?)$")
 
 
 def explained(rows: Rows, result: Mapping[str, Any], group: str) -> Rows:
-    """Say of every contestant and row without samples or error that it was not asked."""
+    """Mark every contestant and row without samples or error as not asked."""
     if group in ("arrays", "portable"):  # ours and NumPy, or ours twice
         return rows
-    # What we alone do, in several ways: a table of its own.
+    # Rows that only we have.
     alone = ("empty", *ALONE.get(group, ()))
     names = [name for name, said in result["versions"].items() if isinstance(said, dict)]
     for name in names:
@@ -38,8 +38,8 @@ def explained(rows: Rows, result: Mapping[str, Any], group: str) -> Rows:
 
 
 def listed(rows: Rows) -> str:
-    """List what contestants could not do: a line for each reason."""
-    # The two rows of a prefix have the same errors; nobody else has an empty method.
+    """List what was not measured: a line for each reason."""
+    # "prefix there" has the same errors as "first token"; "empty" exists only for us.
     shown = [row for row in rows.values() if not row.name.startswith(("prefix there", "empty"))]
     sizes: dict[str, list[str]] = {}
     for row in shown:
@@ -65,7 +65,7 @@ def stem(name: str) -> str:
 
 
 def in_short(names: list[str], sizes: Mapping[str, list[str]]) -> str:
-    """Name rows; sizes only where it is not all of them."""
+    """Name rows; with sizes only if not all sizes are meant."""
     if set(names) == {name for group in sizes.values() for name in group}:
         return "everything here"
     found: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""The Markdown report: from the JSON alone, so that it can be written again."""
+"""The Markdown report, written from the JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COUNTED = ("pykvcache", "llama-cpp-python", "cyllama")
 
 
 def plain(rows: Iterable[Row], scale: float, base: str = "C") -> str:
-    """Write rows as they are: ours and its ratio with spread, the others as medians."""
+    """Write rows: ours and its ratio with spread, the others as medians."""
     rows = list(rows)
     present = {who for row in rows for who in row.samples}
     others = [w for w in (*ORDER, "NumPy", "numpy", "array caches alone") if w in present]
@@ -75,7 +75,7 @@ def calls(rows: Rows) -> str:
 
 
 def prefix(rows: Rows) -> str:
-    """Write group 3; tokens evaluated come first."""
+    """Write group 3; the number of evaluated tokens comes first."""
     first = [row for name, row in rows.items() if name.startswith("first token")]
     lines = []
     for row in first:
@@ -96,7 +96,7 @@ def prefix(rows: Rows) -> str:
 
 
 def counting(rows: Rows) -> str:
-    """Write how far another thread counts, and what share that is of counting beside a hash."""
+    """Write how far another thread counts, absolutely and relative to hashing."""
     base = rows.get("counting during hashing")
     lines = []
     for row in rows.values():
@@ -127,7 +127,7 @@ def grown(rows: Rows) -> str:
 
 
 def in_pairs(rows: Rows) -> str:
-    """Write group 8: the portable wheel, the native one, and their ratio; then servers and none."""
+    """Write group 8: portable and native wheel with their ratio, then RPC servers."""
     scales = {"tokens/s": (1.0, "tokens/s"), "s": (1e3, "ms"), "bytes": (1e-6, "MB")}
     lines = []
     remote = []
@@ -167,7 +167,7 @@ def generated(rows: Rows) -> str:
 
 
 def tiered(rows: Rows) -> str:
-    """Write group 10: times of first tokens, then what writing and slow tiers cost."""
+    """Write group 10: times of first tokens, then the cost of writing and of slow tiers."""
     lines = []
     for row in rows.values():
         scale = {"s": 1e3, "ratio": 1.0}[row.unit]
@@ -179,7 +179,7 @@ def tiered(rows: Rows) -> str:
 
 
 def reused(rows: Rows) -> str:
-    """Write the tokens evaluated by each, and beside them what was new; then the times."""
+    """Write the tokens that each evaluated and the new ones, then the times."""
     lines = []
     for row in rows.values():
         if row.unit != "tokens":
@@ -225,20 +225,24 @@ WRITERS: dict[str, Callable[[Rows], str]] = {
 
 
 def rows_by_group(result: dict[str, Any]) -> dict[str, Rows]:
-    """Return the rows of every group that was measured."""
+    """Return the rows of every measured group."""
     return {
         name: absent.explained(rows_of(result, name), result, name) for name in result["groups"]
     }
 
 
 def write(result: dict[str, Any], path: Path) -> None:
-    """Write the whole report."""
+    """Write the report, and next to it the page with all tables."""
     groups, rows = result["groups"], rows_by_group(result)
     parts = [texts.head(result)]
     if groups:
-        lines = [verdict.line() for verdict in targets.judge(rows)]
         parts += [summary.first_screen(rows), texts.details(result)]
-        parts += ["## Targets", table(["target", "measured", "", "why"], lines)]
+    parts.append(texts.TAIL)
+    save(parts, path)
+    parts = [texts.tables_head()]
+    if groups:
+        lines = [verdict.line()[:3] for verdict in targets.judge(rows)]
+        parts += ["## Targets", table(["target", "measured", ""], lines)]
     for name, writer in WRITERS.items():
         if name not in groups:
             continue
@@ -249,14 +253,21 @@ def write(result: dict[str, Any], path: Path) -> None:
         missing = absent.listed(rows[name])
         if missing:
             parts.append(missing)
-    parts.append(texts.TAIL)
-    path.write_text("\n\n".join(parts) + "\n")
+    save(parts, path.with_name(f"{path.stem}-tables.md"))
+
+
+def save(parts: Iterable[str], path: Path) -> None:
+    """Write a page, with names as the report shows them."""
+    text = "\n\n".join(parts)
+    for name, shown in texts.SHOWN.items():
+        text = text.replace(name, shown)
+    path.write_text(text + "\n")
 
 
 def main() -> None:
-    """Write the report again from a JSON: ``python -m benchmarks.report docs/benchmarks.json``."""
+    """Rewrite the report from a JSON: ``python -m benchmarks.report docs/benchmarks.json``."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
-    parser.add_argument("json", type=Path, help="what a run has written")
+    parser.add_argument("json", type=Path, help="the JSON of a run")
     path = parser.parse_args().json
     result = json.loads(path.read_text())
     write(result, path.with_suffix(".md"))

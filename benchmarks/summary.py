@@ -1,4 +1,4 @@
-"""The first screen of the report: what most readers want to know, one line each."""
+"""The first screen of the report: the main figures, one line each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WHO = ("pykvcache", "C", "llama-cpp-python", "cyllama")
 
 
 class Figure(NamedTuple):
-    """One line: a row of a group, how it is called and in what unit."""
+    """One line: text, group, row and unit scale."""
 
     text: str
     group: str
@@ -23,7 +23,7 @@ class Figure(NamedTuple):
 FIGURES = (
     Figure("highest position of a sequence, ns", "calls", "pos_max", 1e9),
     Figure("copy of a sequence of 16 tokens, ns", "calls", "copy", 1e9),
-    Figure("its removal, ns", "calls", "remove", 1e9),
+    Figure("removal of this sequence, ns", "calls", "remove", 1e9),
     Figure("logits of a token, ns", "calls", "logits", 1e9),
     Figure("batch of 512 tokens from an array, ns", "calls", "batch512", 1e9),
     Figure("decode of one token, 4 MB model, us", "calls", "decode1, stories, 1 thread", 1e6),
@@ -34,15 +34,15 @@ FIGURES = (
         1,
     ),
     Figure("first token, 4,096 tokens evaluated, ms", "prefix", "first token, cold, 4096", 1e3),
-    Figure("the same from a fork, ms", "prefix", "first token, fork, 4096", 1e3),
-    Figure("the same from a state in memory, ms", "prefix", "first token, memory, 4096", 1e3),
-    Figure("the same from a file, ms", "prefix", "first token, file, 4096", 1e3),
-    Figure("state of 64 MiB into a buffer, GB/s", "state", "save, 64 MiB", 1e-9),
+    Figure("same, prefix forked from a sequence, ms", "prefix", "first token, fork, 4096", 1e3),
+    Figure("same, prefix from a state in memory, ms", "prefix", "first token, memory, 4096", 1e3),
+    Figure("same, prefix from a file, ms", "prefix", "first token, file, 4096", 1e3),
+    Figure("copy of a state of 64 MiB to a buffer, GB/s", "state", "save, 64 MiB", 1e-9),
 )
 
 
 def compared(rows: dict[str, Rows]) -> str:
-    """Write the medians of the chosen rows, side by side."""
+    """Write the medians of the chosen rows."""
     lines = []
     for figure in FIGURES:
         row = rows.get(figure.group, {}).get(figure.row)
@@ -52,17 +52,19 @@ def compared(rows: dict[str, Rows]) -> str:
 
 
 def judged(rows: dict[str, Rows]) -> str:
-    """Write every target with its figure alone; the whole of it stands further below."""
-    lines = [
-        [verdict.text, verdict.figure.split(";")[0], verdict.line()[2]]
-        for verdict in targets.judge(rows)
-    ]
-    return table(["target", "measured", ""], lines)
+    """Write every target with its main figure, and why it is missed if it is."""
+    verdicts = targets.judge(rows)
+    lines = [[one.text, one.figure.split(";")[0], one.line()[2]] for one in verdicts]
+    reasons = [f"- **{one.text}**: {one.line()[3]}" for one in verdicts if one.line()[3]]
+    parts = [table(["target", "measured", ""], lines)]
+    if reasons:
+        parts += ["Why targets are missed:", "\n".join(reasons)]
+    return "\n\n".join(parts)
 
 
 def first_screen(rows: dict[str, Rows]) -> str:
     """Write both tables."""
     return (
-        f"{compared(rows)}\n\nMedians; a dash is explained in the part that the line is from. "
-        f"What was aimed at:\n\n{judged(rows)}"
+        f"{compared(rows)}\n\nMedians. [All tables](benchmarks-tables.md) have every row, with the "
+        f"reason for each dash.\n\n## Targets\n\n{judged(rows)}"
     )

@@ -1,4 +1,4 @@
-"""The targets that are about many generations at once."""
+"""Targets of generating many sequences at once."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from benchmarks.harness import AGAIN, Row
 from benchmarks.verdicts import US, Rows, Verdict, least, medians, span, worst_of
 
 SERVER = "xllamacpp"
-#: What a step may take beyond the bare decode, in microseconds: by itself, and for each sequence.
+#: Allowed time of a step over the bare decode, in microseconds: fixed, and per sequence.
 STEP, EACH = 10.0, 2.0
-#: A busy sequence beside idle cells.
+#: Allowed slowdown of a busy sequence by idle cells.
 IDLE = 1.05
 #: Microseconds.
 FORK, SYNC = 300.0, 20.0
 
 
 def beyond(row: Row, who: str, other: str) -> list[float]:
-    """Return, round by round, what one takes beyond another, in microseconds."""
+    """Return, per round, the time of one contestant minus another's, in microseconds."""
     pairs = zip(row.samples.get(who, []), row.samples.get(other, []), strict=False)
     return [(a - b) * 1e6 for a, b in pairs]
 
@@ -43,7 +43,7 @@ def step(groups: dict[str, Rows]) -> Verdict:
 
 
 def together(groups: dict[str, Rows]) -> Verdict:
-    """At least 0.97 of the C program that makes the same batches and samples the same way."""
+    """At least 0.97 of the C program with the same batches and sampling."""
     text = "8 and 16 sequences at once: at least 0.97 of C with the same batches and sampling"
     rows = {n: r for n, r in groups.get("generate", {}).items() if n.endswith(" at once")}
     found = {name: row.ratios(US, "C") for name, row in rows.items() if row.ratios(US, "C")}
@@ -74,8 +74,8 @@ def server(groups: dict[str, Rows]) -> Verdict:
 
 
 def idle(groups: dict[str, Rows]) -> Verdict:
-    """At most 1.05 of alone, once parking and moving down have happened by themselves."""
-    text = f"a busy sequence beside 8,000 idle cells: at most {IDLE} of alone"
+    """At most 1.05 of the time alone, after idle sequences were parked and cells moved down."""
+    text = f"a busy sequence next to 8,000 idle cells: at most {IDLE} of the time alone"
     rows = groups.get("generate", {})
     alone = rows.get("the same alone")
     beside = next((row for name, row in rows.items() if name.startswith("token beside")), None)
@@ -86,7 +86,7 @@ def idle(groups: dict[str, Rows]) -> Verdict:
     figure = span(ratios, "", 3)
     if first is not None and first.samples:
         before = [a / b for a, b in zip(first.samples[US], alone.samples[US], strict=True)]
-        figure += f"; before they have left {span(before, '', 2)}"
+        figure += f"; before they are parked {span(before, '', 2)}"
     return Verdict("idle", text, figure, statistics.median(ratios) <= IDLE)
 
 
@@ -96,7 +96,7 @@ def fork(groups: dict[str, Rows]) -> Verdict:
 
 
 def sync(groups: dict[str, Rows]) -> Verdict:
-    """At most 20 us for 4,096 tokens that are there already."""
+    """At most 20 us for 4,096 unchanged tokens."""
     return _edit(groups, "sync", f"sync of 4,096 unchanged tokens: at most {SYNC:.0f} us", SYNC)
 
 

@@ -1,4 +1,4 @@
-"""The targets of the portable wheel."""
+"""Targets of the portable wheel."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def import_time(groups: dict[str, Rows]) -> Verdict:
     row = groups.get("portable", {}).get("import")
     if row is None or not row.ratios(PORTABLE, NATIVE):
         return Verdict("portable_import", text, "-", None)
-    # The lowest: a busy machine delays, and never hurries.
+    # The minimum, because load only adds time.
     ratio = min(row.samples[PORTABLE]) / min(row.samples[NATIVE])
     figure = f"{ratio:.2f} by the lowest samples; {span(row.samples[PORTABLE], 'ms', 0, 1e3)}, "
     figure += f"native {span(row.samples[NATIVE], 'ms', 0, 1e3)}"

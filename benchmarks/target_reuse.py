@@ -1,4 +1,4 @@
-"""The targets that are about prompts which share beginnings."""
+"""Targets of prefix reuse."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ MODELS = ("story model", "story model, 2,000 tokens", "30M", "135M")
 
 
 def noted(row: Row, what: str) -> float:
-    """Return a note of ours."""
+    """Return one of our notes."""
     return float(row.notes[what][US])
 
 
 def enough(groups: dict[str, Rows]) -> Verdict:
     """At most 2 % over ideal with plenty of memory."""
-    text = "prompts that share beginnings, plenty of RAM: at most 2 % over what is new"
+    text = "shared prefixes, plenty of RAM: at most 2 % more tokens evaluated than are new"
     found = {
         name: row.samples[US][0] / noted(row, "ideal")
         for name, row in groups.get("reuse", {}).items()
@@ -33,7 +33,7 @@ def enough(groups: dict[str, Rows]) -> Verdict:
 
 def stored_once(groups: dict[str, Rows]) -> Verdict:
     """At most 1.05 of the bytes without duplicates."""
-    text = "the same: at most 1.05 of the bytes of their different tokens"
+    text = "shared prefixes, plenty of RAM: at most 1.05 of the bytes of distinct tokens"
     shares, words = {}, []
     for name, row in groups.get("reuse", {}).items():
         if not name.endswith("plenty of RAM") or US not in row.samples:
@@ -51,7 +51,7 @@ def stored_once(groups: dict[str, Rows]) -> Verdict:
 
 def small(groups: dict[str, Rows]) -> Verdict:
     """At least 40 % fewer than llama-server at 8 MiB."""
-    text = "the same at 8 MiB: at least 40 % fewer tokens evaluated than llama-server"
+    text = "shared prefixes, 8 MiB: at least 40 % fewer tokens evaluated than llama-server"
     row = groups.get("reuse", {}).get("chat, 8 MiB")
     if row is None or US not in row.samples or SERVER not in row.samples:
         return Verdict("reuse_small", text, "-", None)
@@ -80,7 +80,7 @@ def lookup(groups: dict[str, Rows]) -> Verdict:
         return Verdict("reuse_lookup", text, "-", None)
     figure = span(row.samples[US], "us", 1, 1e6)
     if new is not None and US in new.samples:
-        figure += f"; of one that is new {span(new.samples[US], 'us', 1, 1e6)}"
+        figure += f"; of a new prompt {span(new.samples[US], 'us', 1, 1e6)}"
     return Verdict("reuse_lookup", text, figure, row.median(US) <= 5e-5)
 
 
@@ -98,9 +98,9 @@ def alone(groups: dict[str, Rows]) -> Verdict:
         value = statistics.median(ratios)
         words.append(f"{model}, {cache} cache, ")
         if ends is not None and "without" in ends.samples:
-            # Decodes differ by ten percent from one to the next; what comes on top does not.
+            # Decodes vary by ten percent; the added time does not.
             value = plain / (plain + ends.median("with a cache") - ends.median("without"))
-            words[-1] += f"{value:.3f} by beginning and closing, "
+            words[-1] += f"{value:.3f} by opening and closing, "
         values.append(value)
         words[-1] += f"{middle} over {len(ratios)} pairs (quartiles {low} to {high})"
         own = rows.get(f"nothing shared, {model}, {cache} cache, processor")
@@ -108,7 +108,7 @@ def alone(groups: dict[str, Rows]) -> Verdict:
             words[-1] += f", by processor time {statistics.median(of_own):.3f}"
         if copies := row.samples.get("copying the blocks"):
             floor = plain / (plain + statistics.median(copies))
-            words[-1] += f", copying its blocks alone {floor:.3f}"
+            words[-1] += f", only copying blocks {floor:.3f}"
     if not words:
         return Verdict("reuse_alone", text, "-", None)
     return Verdict("reuse_alone", text, "; ".join(words), min(values) >= 0.99)

@@ -1,4 +1,4 @@
-"""The targets that are about prefixes and states."""
+"""Targets of prefixes and states."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 
 from benchmarks.verdicts import US, Rows, Verdict, below, least, medians, span, worst_of
 
-#: What a fork may take, in milliseconds.
+#: Allowed time of a fork, in milliseconds.
 FORK = 0.3
 
 
@@ -38,12 +38,12 @@ def restore(groups: dict[str, Rows]) -> Verdict:
 
 
 def copies(groups: dict[str, Rows]) -> Verdict:
-    """At least 0.9 of memcpy between two buffers of malloc in C; into a new object, of NumPy's."""
+    """At least 0.9 of C's memcpy between two buffers; into a new object, of NumPy's copy."""
     text = "state copy: at least 0.9 of memcpy"
     rows = groups.get("state", {})
     found = {}
     for name, row in rows.items():
-        what, _, size = name.partition(", ")  # and what else tells the context
+        what, _, size = name.partition(", ")
         fresh = what == "save_new"
         base = rows.get(f"memcpy_new, {size}" if fresh else f"memcpy, {size}")
         if what not in ("save", "save_new", "load", "load_over") or base is None:
@@ -57,7 +57,7 @@ def copies(groups: dict[str, Rows]) -> Verdict:
     values = medians(judged)
     low = below(values, 0.9)
     figure = worst_of(judged, least(values), "", 2) + low
-    # Who gives a context one thread gets no second one for copies.
+    # A context with one thread copies with one thread.
     alone = {name: ratios for name, ratios in found.items() if name not in judged}
     if alone:
         figure += "; not judged: " + ", ".join(f"{n} {span(r, '', 2)}" for n, r in alone.items())
@@ -82,13 +82,13 @@ def files(groups: dict[str, Rows]) -> Verdict:
     small = [f"{name} {span(r, '', 1)}" for name, r in found.items() if name not in judged]
     if small:
         figure += "; not judged: " + ", ".join(small)
-    # Nothing that writes a file can be faster than a bare write of bytes that are there.
+    # A lower bound for any file: a bare write of existing bytes.
     bare = {
         name.rpartition(", ")[2]: row.median("C") / rows[made].median("C")
         for name, row in rows.items()
         if name.startswith("file_write") and (made := name.replace("write", "make")) in rows
     }
     if bare:
-        figure += "; a bare write(2) in place of a new file of llama.cpp's: "
+        figure += "; a bare write(2) instead of llama.cpp's new file: "
         figure += ", ".join(f"{size} {value:.1f}" for size, value in bare.items())
     return Verdict("files", text, figure, met)

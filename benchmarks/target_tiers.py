@@ -1,4 +1,4 @@
-"""The targets that are about tiers of a prefix cache."""
+"""Targets of a prefix cache's tiers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import statistics
 from benchmarks.harness import Row
 from benchmarks.verdicts import US, Rows, Verdict, span
 
-#: How many times faster than evaluating 4,096 tokens.
+#: Required speedup over evaluating 4,096 tokens.
 FOLDER, REDIS = 300.0, 60.0
-#: A slow tier beside evaluating alone; a token while blocks are written beside none.
+#: Allowed ratios: slow tiers to evaluating, tokens during write-behind to tokens without.
 SLOWEST, WRITING = 1.05, 1.02
 
 
 def first_token(groups: dict[str, Rows], what: str, factor: float, key: str) -> Verdict:
-    """So many times faster than evaluating."""
+    """At least `factor` times faster than evaluating."""
     text = f"first token after 4,096 known tokens, {what}: at least {factor:.0f} times faster"
     rows = groups.get("tiers", {})
     loaded = rows.get(f"first token, {what}, 4096")
@@ -33,7 +33,7 @@ def first_token(groups: dict[str, Rows], what: str, factor: float, key: str) -> 
 
 
 def folder(groups: dict[str, Rows]) -> Verdict:
-    """Judge a folder whose pages the system holds."""
+    """Judge a folder in the page cache."""
     return first_token(groups, "folder, page cache", FOLDER, "tier_folder")
 
 
@@ -43,8 +43,8 @@ def redis(groups: dict[str, Rows]) -> Verdict:
 
 
 def slow(groups: dict[str, Rows]) -> Verdict:
-    """Never slower than evaluating, but for 5 percent."""
-    text = f"tiers of any speed: at most {SLOWEST} of evaluating alone"
+    """At most 5 percent slower than evaluating."""
+    text = f"tiers of any speed: at most {SLOWEST} of evaluating without tiers"
     rows = groups.get("tiers", {})
     found = {
         name.partition(": ")[2]: row.samples[US]
@@ -59,8 +59,8 @@ def slow(groups: dict[str, Rows]) -> Verdict:
 
 
 def writing(groups: dict[str, Rows]) -> Verdict:
-    """Let a decode not feel what is written behind it."""
-    text = f"a token while blocks are written behind: at most {WRITING} of without"
+    """Judge decodes during write-behind."""
+    text = f"a token during write-behind: at most {WRITING} of one without"
     row: Row | None = groups.get("tiers", {}).get("a token while blocks are written")
     ratios = row.ratios("written behind", "no tier") if row is not None else []
     if not ratios:

@@ -18,24 +18,24 @@ MEMORY = (
     *("remove", "remove_part", "keep", "add", "div"),
 )
 PEER = "llama-cpp-python"
-#: What a decode may take beyond C, in microseconds.
+#: Allowed time of a decode over C, in microseconds.
 DECODE = 2.0
 
 
 def differences(row: Row, who: str, other: str, less: float = 0.0) -> list[float]:
-    """Return, round by round, what one contestant takes beyond another, less something."""
+    """Return, per round, the time of one contestant minus another's, minus `less`."""
     pairs = zip(row.samples.get(who, []), row.samples.get(other, []), strict=False)
     return [a - b - less for a, b in pairs]
 
 
 def over_c(row: Row, empty: Row | None) -> list[float]:
-    """Return, sample by sample, what ours takes beyond C and an empty method."""
+    """Return, per sample, our time minus C's and an empty method's."""
     base = statistics.median(empty.samples[US]) if empty is not None and empty.samples else 0.0
     return differences(row, US, "C", base)
 
 
 def over_thin(row: Row) -> list[float]:
-    """Return, sample by sample, what ours takes beyond the same C call in a bare Cython method."""
+    """Return, per sample, our time minus that of the same C call in a bare Cython method."""
     return differences(row, US, "thin")
 
 
@@ -92,7 +92,7 @@ def memory_cost(groups: dict[str, Rows]) -> Verdict:
     figure = worst_of(found, max(values, key=values.__getitem__), "ns", 0)
     if over:
         figure += "; above: " + ", ".join(f"{what} {values[what]:.0f}" for what in over)
-    # A busy processor has two speeds, and a pair of samples may have one each.
+    # A busy processor has two speeds, and the samples of a pair may differ in speed.
     lowest = {
         what: (lowest_of(rows, what, US) - lowest_of(rows, what, "C")) * 1e9
         - lowest_of(rows, CALLS[what], US) * 1e9
@@ -104,7 +104,7 @@ def memory_cost(groups: dict[str, Rows]) -> Verdict:
 
 
 def lowest_of(rows: Rows, what: str, who: str) -> float:
-    """Return the lowest sample, 0 where there is none."""
+    """Return the lowest sample; 0 without samples."""
     row = rows.get(what)
     return min(row.samples[who]) if row is not None and row.samples.get(who) else 0.0
 
@@ -126,7 +126,7 @@ def memory_peer(groups: dict[str, Rows]) -> Verdict:
 
 
 def decode_cost(groups: dict[str, Rows]) -> Verdict:
-    """At most 2 microseconds over C for one token, wherever C beside itself is as close."""
+    """At most 2 microseconds over C for one token, where C against C is as close."""
     text = f"one-token decode: within {DECODE:.0f} us of C"
     clear, noisy, values = [], [], []
     for name, row in groups.get("calls", {}).items():
@@ -165,7 +165,7 @@ def throughput(groups: dict[str, Rows]) -> Verdict:
     figure = f"{pooled(found)}; {worst_of(found, least(values), '', 3)}"
     if low:
         figure += f", {len(low)} below"
-    # How far the very same program is from itself says what can be distinguished here.
+    # The difference of the same program from itself is the noise.
     for name, who in (("C beside itself", AGAIN), (PEER, PEER)):
         other = {n: r.ratios(who, "C") for n, r in rows.items() if r.ratios(who, "C")}
         if other:
@@ -176,7 +176,7 @@ def throughput(groups: dict[str, Rows]) -> Verdict:
 
 
 def pooled(found: dict[str, list[float]]) -> str:
-    """Write the median of all ratios together, and their quartiles."""
+    """Write the median and quartiles of all ratios."""
     every = [ratio for ratios in found.values() for ratio in ratios]
     if len(every) < 2:
         return f"{every[0]:.3f}"

@@ -1,27 +1,34 @@
-"""What the report says around its tables."""
+"""The texts of the report around its tables."""
 
 from __future__ import annotations
 
 from typing import Any
 
-REPEAT = """    make bench                                  everything: this page, the JSON, the plots
+REPEAT = """    make bench                                  everything: pages, JSON, plots
     python -m benchmarks --only calls --quick   one group, few samples, into build/bench/out
-    python -m benchmarks --only prefix --merge  one group again, the others as they were
-    python -m benchmarks.report docs/benchmarks.json   page and plots from the JSON"""
+    python -m benchmarks --only prefix --merge  measure one group again, keep the others
+    python -m benchmarks.report docs/benchmarks.json   pages and plots from the JSON"""
 
 
 def head(result: dict[str, Any]) -> str:
-    """Write the beginning: what is compared, and on what."""
+    """Write the introduction."""
     machine = result["machine"]
     return f"""# Benchmarks
 
-pykvcache beside plain C and beside other Python bindings of llama.cpp, on the same work: the same
-GGUF files, the same tokens, the same number of threads, on {machine["cpus"]} cores ({machine["cpu"]}). This
-page is written by `make bench` from [benchmarks.json](benchmarks.json), which holds every raw sample."""
+pykvcache compared with plain C and other Python bindings of llama.cpp: same GGUF files, tokens and number of threads, on
+{machine["cpus"]} cores ({machine["cpu"]}). `make bench` writes this page and [all tables](benchmarks-tables.md) from
+[benchmarks.json](benchmarks.json), which has every raw sample."""
+
+
+def tables_head() -> str:
+    """Write the introduction of the page with all tables."""
+    return """# Benchmarks: all tables
+
+[Benchmarks](benchmarks.md) has the main figures, and explains how they were measured and how to read them."""
 
 
 def elsewhere(result: dict[str, Any]) -> str:
-    """Return a line about the groups of earlier runs, which other machines may have made."""
+    """Return a line about groups of earlier runs, possibly from other machines."""
     here = result["machine"]["cpu"], result["versions"]["commit"]
     there: dict[tuple[str, str], list[str]] = {}
     for name, group in result["groups"].items():
@@ -31,11 +38,11 @@ def elsewhere(result: dict[str, Any]) -> str:
     texts = [
         f"{', '.join(names)} on {cpu}, commit {commit}" for (cpu, commit), names in there.items()
     ]
-    return f"- Of earlier runs: {'; '.join(texts)}\n" if texts else ""
+    return f"- Carried over from earlier runs: {'; '.join(texts)}\n" if texts else ""
 
 
 def details(result: dict[str, Any]) -> str:
-    """Write how it was measured, on what, and how to read the tables that follow."""
+    """Write how and on what it was measured, and how to read the tables."""
     machine, versions = result["machine"], result["versions"]
     models = result["models"]
     loads = ", ".join(
@@ -55,44 +62,40 @@ def details(result: dict[str, Any]) -> str:
 
 {REPEAT}
 
-Measuring took {run / 60:.1f} minutes, and making the contestants: {took}. The first time
-it takes minutes more, because llama-cpp-python is built from source; what was built is kept under `build/bench/`.
-First times here: {costs}; less where pip has kept an earlier build.
+Measuring took {run / 60:.1f} minutes, preparing the contestants {took}. The first preparation takes longer, because
+llama-cpp-python is built from source: {costs} here. Builds are kept in `build/bench/`.
 
-## What it was measured on
+## Machine and versions
 
 - {machine["cpu"]}, {machine["cpus"]} cores, {machine["memory"]}, {machine["system"]}
-{elsewhere(result)}- Load average by group, before and after (a benchmark alone makes 1 to 2): {loads}.
-  What is above that is other programs, and shows in the spread.
+{elsewhere(result)}- Load average by group, before and after: {loads}.
+  A benchmark causes 1 to 2; the rest is other programs, and shows in the spread.
 - `OMP_WAIT_POLICY`: {machine["OMP_WAIT_POLICY"] or "not set"}
 - Python {versions["python"]}, {versions["compiler"]}, commit {versions["commit"]},
   llama.cpp: {versions["llama.cpp"]}
 {peers}
-- Models: the embedded story model ({models["stories"]["bytes"]:,} bytes), and a llama of
+- Models: the embedded story model ({models["stories"]["bytes"]:,} bytes), and a llama with
   {models["30M"]["parameters"]:,} random f16 weights ({models["30M"]["what"]}). The tests' tiny llama
-  serves for the overhead of a decode alone.
+  is used for the overhead of a decode.
 
 ## How to read it
 
-- Contestants are processes that take turns, A B C, B C A, C A B, one round of warm-up before. Figures are medians
-  of {result["samples"]} samples ({result["samples_of_what_takes_seconds"]} of what takes seconds) with the
-  lowest and the highest; a sample of something short is the best of several slices, and the calls of the
-  first table get new processes for each sample. Ratios are taken pair by pair, within a round.
-  A dash is explained below its table.
-- On equal terms: {equal(result)}
-- C is `benchmarks/c/`, linked with the static llama.cpp of our own build. llama-cpp-python is
-  built from its source distribution, which holds the same llama.cpp. cyllama and xllamacpp are wheels:
-  other versions of llama.cpp, built for any x86-64 processor, so their compute speed says how
-  their builds differ from a native one, not how the bindings do.
-- For memory operations llama-cpp-python is called through its ctypes functions, which is its fastest way.
-- *thin* is `benchmarks/c/bench_thin.pyx`: the same call of llama.h from a Cython method without a single
-  check or lock, on the same static libraries: C and the call of a method, measured as one.
-- An empty method is one of a Cython class compiled for the purpose that takes as many arguments and
-  does nothing: what no binding can be faster than."""
+- **Figures** are medians of {result["samples"]} samples ({result["samples_of_what_takes_seconds"]} if a sample takes
+  seconds), with minimum and maximum. Contestants are processes that take turns (A B C, B C A, C A B) after a warm-up
+  round. A short sample is the best of several slices; the first table uses new processes for each sample. Ratios are
+  computed per pair within a round. Dashes are explained below each table.
+- **Equal settings.** {equal(result)}
+- **C** is `benchmarks/c/`, linked with our static llama.cpp. **llama-cpp-python** is built from its source distribution,
+  which has the same llama.cpp; its memory operations are called through ctypes, its fastest way. **cyllama** and
+  **xllamacpp** are wheels with other versions of llama.cpp, built for any x86-64 processor, so their compute speed
+  compares builds, not bindings.
+- **thin** is `benchmarks/c/bench_thin.pyx`: the same call of llama.h from a Cython method without checks and locks.
+- **An empty method** belongs to a Cython class compiled for this test: it takes the same arguments and does nothing. No
+  binding can be faster."""
 
 
 def equal(result: dict[str, Any]) -> str:
-    """Write what every context is opened with, and who reported what of it."""
+    """Write the settings of all contexts, and which contestants reported them."""
     settings = result.get("settings")
     if settings is None:
         return "not recorded."
@@ -103,149 +106,186 @@ def equal(result: dict[str, Any]) -> str:
             reported.setdefault(", ".join(names), []).append(who)
     said = "; ".join(f"{', '.join(who)}: {names}" for names, who in reported.items())
     return (
-        f"every context is opened with {same} (flash attention 1 is on, type 1 is f16; `n_batch` no longer than "
-        "the context), one pool of cells for all sequences, and the same cells, sequences and threads "
-        "(`benchmarks/settings.py`). What contexts report after opening is compared with that, and who "
-        f"differs is not measured. Reported and equal: {said}. xllamacpp and flash attention and types of the "
-        "other bindings: their parameters, read back."
+        f"Every context is opened with {same} (flash attention 1 is on, type 1 is f16; `n_batch` is at most the "
+        "context), one pool of cells, and the same cells, sequences and threads (`benchmarks/settings.py`). A "
+        f"contestant that reports other settings is not measured. Reported and equal: {said}. For xllamacpp, and for "
+        "flash attention and types of the other bindings, the parameters are read back."
     )
 
 
 GROUPS = {
     "calls": (
-        "Story model, 256 cells, 64 sequences, 16 tokens in sequence 0; 63 calls in a row, one on each of the "
-        "other sequences. `decode1` is one token by itself, at the end of 16. cyllama's batches take lists: its rows of an array "
-        "are `batch.set_batch(array.tolist(), 0, False)`. Its `get_logits()` looks for an attribute that its model class lacks; "
-        "a subclass gives it, and the row is a new list."
+        "Story model, 256 cells, 64 sequences, 16 tokens in sequence 0; 63 calls in a row, one on each other sequence. "
+        "`decode1` decodes one token at position 16. cyllama's batches take lists: "
+        "`batch.set_batch(array.tolist(), 0, False)`. Its `get_logits()` uses an attribute that its model class lacks; "
+        "a subclass adds it, and the row is a new list."
     ),
     "throughput": (
-        "Tokens per second. Decode: one token for each sequence, after 32 tokens each, the fastest of 8 to 32 steps. "
-        "Prefill: one batch of 512 tokens (128 on the 30M model) cut among the sequences. "
-        "xllamacpp is a server: the same prompts, given as completions that run at once; a step is the time between two tokens "
-        "by its own clock while all of them run, sampling and queueing included, and a prefill ends with the first token of the last."
+        "Tokens per second. Decode: one token for each sequence after 32 tokens each, the fastest of 8 to 32 steps. "
+        "Prefill: one batch of 512 tokens (128 on the 30M model) divided among the sequences. xllamacpp is a server and "
+        "gets the same prompts as concurrent completions: a step is the time between two tokens by its clock while all "
+        "run, including sampling and queueing; a prefill ends with the last request's first token."
     ),
     "generate": (
-        "Story model, 2 threads: 8 samples of a prompt of 32 tokens, 16 prompts of 32, 64 new tokens each, and 48 requests of 8 to "
-        "64 and 16 to 96 tokens, one more every second step, at most 16 at once. Whole requests: prompts, sampling "
-        "(temperature 0.8 of the 40 likeliest, never the end of a text) and the copies of the prompt. C is `benchmarks/c/bench_many.c`, which makes the same "
-        "batches and samples with llama.cpp's chain. *one by one* is `LlamaSequence.generate`, request after request; llama-cpp-python's "
-        "`Llama` has no other way. xllamacpp is its server with as many slots: its clients come when a slot is free, not by steps. "
-        "A sample is the fastest of three runs in new processes.\n\n"
-        "A step of a `BatchGenerator` (greedy, one thread) is the fastest of 32, beside C's fastest decode of the same batch without "
-        "choosing a token; six times as many samples, in new processes each: where a model happens to lie in memory changes a decode "
-        "by more than a step costs. The rest is ours alone, one thread: a busy sequence that lies above 8,000 cells of 16 idle ones, in its first 8 steps and "
-        "after they were parked and its cells moved down by themselves (medians of steps); edits of a `LlamaSequence`, the best of 7."
+        "Story model, 2 threads. Workloads: 8 samples of a prompt of 32 tokens; 16 prompts of 32, 64 new tokens each; and "
+        "48 requests with prompts of 8 to 64 and answers of 16 to 96 tokens, one more every second step, at most 16 at "
+        "once. Whole requests are timed: prompts, sampling (temperature 0.8 of the 40 likeliest, no end of text) and "
+        "copies of the prompt. C is `benchmarks/c/bench_many.c`, with the same batches and llama.cpp's sampler chain. *one "
+        "by one* is `LlamaSequence.generate` for one request after the other, the only way of llama-cpp-python's `Llama`. "
+        "xllamacpp is its server with the same number of slots; clients come when a slot is free, not by steps. A sample "
+        "is the fastest of three runs in new processes.\n\n"
+        "A step of a `BatchGenerator` (greedy, one thread) is the fastest of 32, compared with C's fastest decode of the "
+        "same batch without choosing tokens. It has six times as many samples, in new processes, because the model's "
+        "place in memory changes a decode by more than a step costs. The other rows are pykvcache only, with one thread: a "
+        "busy sequence above 8,000 cells of 16 idle ones, in its first 8 steps, and after they were parked and its cells "
+        "moved down (medians of steps); and edits of a `LlamaSequence`, the best of 7."
     ),
     "tiers": (
-        "30M model, 2 threads, ours alone. First token: from the prompt to the logits after it, where all of it but the last token "
-        "lies in a tier: in the cache's own memory, in a folder whose pages the system holds or has dropped (POSIX_FADV_DONTNEED), "
-        "in Redis on loopback. Its memory is emptied each time, and what the blocks leave is used again, as in a cache that "
-        "has got memory in advance; it knows how long evaluating takes. Its own memory is the floor of all tiers: placing the "
-        "blocks, and decoding the last token over 4,096 cells. "
-        "*beside evaluating alone*: a folder that waits before each answer, and for each byte, against no tier. "
-        "*a file of llama.cpp's own*: C reads a session file (`llama_state_seq_load_file`), xllamacpp's server restores its slot; "
-        "both hold one prompt, whole, and have to be told which file it is."
+        "30M model, 2 threads, pykvcache only. First token: from the prompt to its logits, if all but its last token is in "
+        "a tier: in memory, in a folder (in the page cache, or dropped with POSIX_FADV_DONTNEED), or in Redis on loopback. "
+        "Before each run the cache's memory is emptied but stays allocated, and the evaluation speed is known. Memory is "
+        "the lower bound of all tiers: it places the blocks and decodes the last token over 4,096 cells. *compared with "
+        "evaluating*: a folder with artificial delays per request and per byte, relative to no tier. *a file of "
+        "llama.cpp's own*: C reads a session file (`llama_state_seq_load_file`), xllamacpp's server restores its slot; both "
+        "contain one whole prompt, and must be told which file to load."
     ),
     "prefix": (
-        "30M model, 2 threads, a prompt that shares its first tokens with an earlier one, and 16 of "
-        "its own. First token: from the request to the likeliest next token. *cold* evaluates all; "
-        "*fork* copies the sequence; *memory* and *file* restore its state; *own prefix match* is "
-        "what a binding does by itself when the last prompt began alike (ours: the fork); *RAM cache* is "
-        "llama-cpp-python's `LlamaRAMCache` and the cache of xllamacpp's server against our state in memory. The last two are measured "
-        "through llama-cpp-python's class `Llama`. cyllama's first token comes from its greedy sampler, and its files hold no "
-        "tokens, because it writes none above 255. xllamacpp's file is that of its slot, restored over HTTP."
+        "30M model, 2 threads: a prompt shares its first tokens with an earlier one, and has 16 more. First token: from "
+        "the request to the likeliest next token. *cold* evaluates all; *fork* copies the sequence; *memory* and *file* "
+        "restore its state; *own prefix match* is a binding's automatic match with the last prompt (ours: the fork); *RAM "
+        "cache* is llama-cpp-python's `LlamaRAMCache`, or the cache of xllamacpp's server, compared with our state in "
+        "memory. The last two use llama-cpp-python's class `Llama`. cyllama's first token comes from its greedy sampler; "
+        "its files have no tokens, because it cannot write tokens above 255. xllamacpp's file is its slot's, restored over "
+        "HTTP."
     ),
     "state": (
-        "GB/s on one sequence of the story model, in contexts of two threads: ours copies states of 512 KiB and more with both, everybody else and *memcpy* with one. Rows of 32 KiB per cell are those of a model with 16 layers of 4 heads of 128, as one of some billions of parameters has. *save* writes into a buffer that is "
-        "there, *save_new* into a new object (in C: malloc and free); *memcpy* and *memcpy_new* copy as many bytes in the same "
-        "process; *load* is into an empty sequence, *load_over* into one that holds as much. *file_save* replaces a "
-        "file, *file_make* makes one, *file_load* loads it into nothing, *file_write* is one bare write(2) of as many bytes, without waiting for the disk: "
-        "llama.cpp's own files, in C and through the others, beside ours, which have checksums and are replaced as a whole. xllamacpp's times are its server's.\n\n"
-        "Then how far another thread counts while the main thread works, on the largest state: the GIL. *hashing* holds no lock and touches next to no memory "
-        "(PBKDF2, about as long as a save), *memcpy* holds none either and copies as many bytes; *copying* makes a `bytes` of them and holds the lock. "
-        "All take turns within a round. After each call the main thread waits up to 5 ms for its turn, so that counting goes on a little there too."
+        "GB/s for one sequence of the story model, in contexts with two threads. Ours copies states from 512 KiB on with "
+        "both; the others and *memcpy* use one. Rows of 32 KiB per cell are those of a model with 16 layers of 4 heads of "
+        "128, as with some billions of parameters. *save* writes to an existing buffer, *save_new* to a new object (in C: "
+        "malloc and free); *memcpy* and *memcpy_new* copy as many bytes in the same process; *load* goes to an empty "
+        "sequence, *load_over* to one of the same size. *file_save* replaces a file, *file_make* creates one, *file_load* "
+        "loads it into an empty sequence, and *file_write* is a bare write(2) without waiting for the disk. The others use "
+        "llama.cpp's own files; ours have checksums and are replaced atomically. xllamacpp's times are its server's.\n\n"
+        "The second table shows the GIL: how far another thread counts while the main thread works on the largest state. "
+        "*hashing* holds no lock and uses little memory (PBKDF2, about as long as a save), *memcpy* holds no lock either "
+        "and copies as many bytes, *copying* makes a `bytes` of them and holds the lock. They take turns within a round. "
+        "After each call the main thread waits up to 5 ms for the GIL, so the other thread counts a little in any case."
     ),
     "arrays": (
-        f"Microseconds; {8192:,} tokens, 8 heads of 128, float32. Naive NumPy: an assignment "
-        "to a place, `np.concatenate`, a comparison, and quantisation to a byte per value without "
-        "packing or checks."
+        f"Microseconds; {8192:,} tokens, 8 heads of 128, float32. Naive NumPy is an assignment, `np.concatenate`, a "
+        "comparison, and quantisation to a byte per value without packing or checks."
     ),
     "footprint": (
-        "30M model. Resident KiB of a process that has imported the binding; what a context of 4,096 "
-        "cells adds; what one more cell takes (6 KiB are keys and values); what a decoded token adds "
-        "beside its cell. Then import times in ms, in fresh interpreters, and wheel sizes in KiB."
+        "30M model. Resident KiB: a process after importing the binding, a context of 4,096 cells, one more cell (6 KiB "
+        "are keys and values), and a decoded token in addition to its cell. Then import times in ms in new interpreters, "
+        "and wheel sizes in KiB."
     ),
     "growth": (
-        "Story model, one thread. By cells, a half of them is held by one sequence; *decode* is `decode1` read as a rate. By sequences, there are 8,192 cells: "
-        "calls on sequences of 16 tokens, then states, and first tokens with all sequences on the same 256 cells, then decode and prefill. "
-        "What leaves things as they were (or is taken back, as a shift by 1 is) is called 64 times or so in a row, also where there are few sequences. "
-        "A copy or a removal cannot: there a few sequences make a few calls, with the clock's own cost. "
-        "*first call after a decode* is that one call alone, with caches full of the decode."
+        "Story model, one thread. By cells: one sequence has half of them; *decode* is `decode1` as a rate. By sequences, "
+        "with 8,192 cells: calls on sequences of 16 tokens, states, first tokens with all sequences on the same 256 cells, "
+        "then decode and prefill. Calls that change nothing, or are undone (such as a shift by 1), are made about 64 times "
+        "in a row, even with few sequences. Copies and removals cannot be repeated, so with few sequences they include the "
+        "clock's overhead. *first call after a decode* is a single call, with the processor's caches full of the decode."
     ),
     "reuse": (
-        "Story model, 4,096 cells, 4 slots, 2 threads. *chat*: 16 sessions of 6 turns, each in its turn: 198 tokens that all "
-        "begin with, questions of 45 or 46 tokens, answers of 39 (greedy). *tree*: an agent's steps, 3 levels of 4 branches: 800 tokens, "
-        "40 more per step, one token of answer. Counted are the tokens of prompts that are evaluated; *new* is what no cache can know: a "
-        "contestant's own answers make its prompts, so that it differs a little. llama-cpp-python counts what its cache holds "
-        "with the scores in it; xllamacpp is llama-server with `cache_ram_mib`. Then ours alone: 24 prompts of 450 tokens "
-        "that share nothing (4 for a model of SmolLM2-135M's sizes, with random weights; 6 of 2,000 tokens), each with a cache and without, right after each other, answers of 16, what making and closing the sequence "
-        "takes of that, and copying its blocks by itself: milliseconds per token of the answer, as answers may end early. A *new* cache grows, and writes to memory that the process never had, as the copies beside it; a *full* one "
-        "(8 MiB, 32 for 2,000 tokens, 64 for the larger models) evicts as much as comes, and uses that memory again. Then putting 4,096 tokens of the 30M model "
-        "back from 64 blocks and from one state, and "
-        "finding 4,096 tokens among 100,000 blocks of 64."
+        "Story model, 4,096 cells, 4 slots, 2 threads. *chat*: 16 sessions of 6 turns, round-robin, with 198 shared "
+        "tokens, questions of 45 or 46 tokens and answers of 39 (greedy). *tree*: an agent's steps, 3 levels of 4 "
+        "branches, with 800 tokens, 40 more per step, and an answer of one token. The tables count evaluated prompt "
+        "tokens; *new* is the number that no cache can avoid, which differs slightly because each contestant's answers "
+        "become prompts. llama-cpp-python's cache size includes scores; xllamacpp is llama-server with `cache_ram_mib`.\n\n"
+        "Then pykvcache only: 24 prompts of 450 tokens that share nothing (4 for a model of SmolLM2-135M's sizes with "
+        "random weights; 6 of 2,000 tokens), each with and without a cache in direct succession, with answers of 16. "
+        "Also the part for opening and closing the sequence, and for copying its blocks. Times are milliseconds per answer "
+        "token, because answers may end early. A *new* cache grows into memory that the process never used, as do the "
+        "separate copies; a *full* one (8 MiB, 32 for 2,000 tokens, 64 for the larger models) evicts as much as it stores, "
+        "and reuses memory. Finally, restoring 4,096 tokens of the 30M model from 64 blocks and from one state, and "
+        "looking up 4,096 tokens among 100,000 blocks of 64."
     ),
     "portable": (
-        "The wheel of `make wheel` (ggml's CPU code once per instruction set, the best chosen at import) beside the one that was compiled "
-        "for this processor: one thread, 30M model, one token behind 32 others and a prompt of 128, by the thread's own time. "
-        "*native again* is the native one in another process: what lies between the two is the machine's. "
-        "Then a model on two servers of ggml's RPC on loopback, a thread each, beside the same build without them, by the clock."
+        "The wheel of `make wheel` (ggml's CPU code once per instruction set, chosen at import) compared with a wheel "
+        "compiled for this processor: one thread, 30M model, one token after 32 others, and a prompt of 128, by the "
+        "thread's CPU time. *native again* is the native wheel in another process: its difference from *native* is noise. "
+        "Then a model on two RPC servers on loopback, one thread each, compared with the same build without them, by wall "
+        "time."
     ),
 }
 
-#: Groups with a plot of their own.
+#: Groups with a plot.
 PLOTS = ("calls", "throughput", "prefix", "state", "growth")
 
-#: Why a target is missed; shown only when it is.
+#: Why targets are missed.
 REASONS: dict[str, str] = {
-    "memory_cost": "the Python method around the compiled one takes 28 ns, lock and checks 20 to 40; a round in which "
-    "ours and C meet the processor at different speeds adds to that, which the lowest samples do not have",
-    "memory_peer": "a copy makes a tree node per cell in llama.cpp's lists of cells, in C as here; what is left to save beside "
-    "that and the call is too little",
-    "decode_cost": "converting the tokens, the checks and the lock; where a decode fills the processor's caches, the "
-    "interpreter's code and objects have to come back into them: 2 to 4 us on the story model",
-    "throughput": "on the story model the interpreter's code and objects leave the processor's caches between two decodes "
-    "of 0.2 ms, and fetching them again takes 4 to 5 us of each step; the 1 to 2 % of other rows are not explained. "
-    "llama-cpp-python has both, too, and single rows of the very same C program are as far apart",
-    "together": "steps take what the line about a step says, a request that joins, is forked or ends takes about 0.1 ms once; where a "
-    "decode takes a millisecond both are some percent",
-    "server": "the C loop that makes the same batches is no further ahead of it: nearly all of a step is llama.cpp's arithmetic, "
-    "which both have",
-    "step": "the interpreter's code and objects leave the processor's caches during a decode, and choosing a token is part of a step",
-    "tier_folder": "decoding the one token that is new, over 4,096 cells, is llama.cpp's, and is no 300 times faster by itself; copying 24 "
-    "MiB into the cells comes on top in the cache's own memory, and in a folder copying them out of the system's page cache, their "
-    "checksums and a look at their values",
-    "tier_writing": "on two processors the thread that writes takes one of them from the decode: 7 ms in all for 4 MiB, at 0.5 % of its "
-    "time",
-    "reuse_alone": "short prompts on the story model alone miss it (of 2,000 tokens they do not): they take 40 ms, and beginning and closing 0.7 to 1.1 ms more than without a "
-    "cache, as on any model. A new cache writes 0.9 MiB of keys and values to memory that the process never had, of which the "
-    "system clears every page: copies alone are below 0.99 there. A full one copies in 0.2 ms. The rest is what is known, names, the "
-    "tree, events and what leaves: some hundred calls, which take three times as long after decodes that have emptied the "
-    "processor's caches as one after the other; compiled with Cython they take longer. The medians of pairs differ by 1.5 points from "
-    "one run of this benchmark to the next, for 28 and 42 pairs by more",
-    "fork": "llama.cpp keeps a tree node per cell and sequence; making 4,096 of them is what C takes too",
-    "copies": "1 MiB stays in the processor's caches, where finding the cells counts; a load into an empty sequence makes "
-    "two tree nodes per cell in llama.cpp's lists of cells (50 ns each): for cells of 2 KiB as long as copying them, which the second "
-    "thread does meanwhile, for 32 KiB next to nothing. `load_over` needs none: it overwrites what is there. memcpy itself of "
-    "16 MiB runs at 9 or at 18 GB/s from one round to the next.",
-    "files": "the system takes most of the time: a bare write(2) of bytes that are there already is no 5 times faster "
-    "than llama.cpp's new file. Ours is one more copy, so that the context is free while the file is written, and the checksum",
+    "memory_cost": "The Python method around the compiled one takes 28 ns, lock and checks 20 to 40. If ours and C meet "
+    "the processor at different speeds in a round, that adds to the difference; the lowest samples do not have it.",
+    "memory_peer": "A copy makes a tree node per cell in llama.cpp's cell lists, in C as here. The rest, which can be saved, "
+    "is too small.",
+    "decode_cost": "Converting tokens, checks and the lock. If a decode fills the processor's caches, the interpreter's code "
+    "and objects must be fetched again: 2 to 4 us on the story model.",
+    "throughput": "On the story model the interpreter's code and objects leave the processor's caches between two decodes of "
+    "0.2 ms; fetching them takes 4 to 5 us per step. The 1 to 2 % of other rows are not explained: llama-cpp-python has "
+    "both too, and single rows of C against C differ as much.",
+    "together": "Steps cost what the target about a step says; a request that joins, is forked or ends costs about 0.1 ms "
+    "once. With a decode of one millisecond both are some percent.",
+    "server": "The C loop with the same batches is no further ahead of it: nearly all of a step is llama.cpp's arithmetic, "
+    "which both have.",
+    "step": "The interpreter's code and objects leave the processor's caches during a decode, and choosing a token is part "
+    "of a step.",
+    "tier_folder": "Decoding the single new token over 4,096 cells is llama.cpp's work, and not 300 times faster by itself. "
+    "Memory adds the copy of 24 MiB into the cells; a folder adds the copy out of the page cache, checksums and the check of "
+    "values.",
+    "tier_writing": "With two processors the writing thread takes one from the decode: 7 ms for 4 MiB, at 0.5 % of its time.",
+    "reuse_alone": "Only short prompts on the story model miss it (prompts of 2,000 tokens do not): they take 40 ms, and "
+    "opening and closing takes 0.7 to 1.1 ms more than without a cache, as on any model. A new cache writes 0.9 MiB of keys "
+    "and values to memory that the process never used, whose pages the system must clear: copies alone are below 0.99 there. "
+    "A full cache copies in 0.2 ms. The rest is lookups, names, the tree, events and evictions: some hundred calls, which "
+    "take three times as long after decodes that have emptied the processor's caches; compiled with Cython they take "
+    "longer. The medians of pairs differ by 1.5 points between runs, for 28 and 42 pairs by more.",
+    "fork": "llama.cpp keeps a tree node per cell and sequence; making 4,096 of them takes as long in C.",
+    "copies": "1 MiB stays in the processor's caches, where finding the cells counts. A load into an empty sequence makes "
+    "two tree nodes per cell in llama.cpp's cell lists (50 ns each): for cells of 2 KiB that takes as long as copying them, "
+    "which the second thread does at the same time; for 32 KiB it is negligible. `load_over` overwrites in place and needs "
+    "none. memcpy itself of 16 MiB runs at 9 or 18 GB/s from round to round.",
+    "files": "The system takes most of the time: a bare write(2) of existing bytes is not 5 times faster than llama.cpp's "
+    "new file. Ours makes one more copy, so that the context is free during the write, and computes the checksum.",
 }
 
-TAIL = """## What these figures do not show
+#: Names in results, and the names that the report shows.
+SHOWN = {
+    "C beside itself": "C against C",
+    "token beside 8,000 idle cells": "token next to 8,000 idle cells, parked",
+    "the same at first": "same, before parking",
+    "the same alone": "same, without idle cells",
+    "first token, the last one decoded alone": "first token, only the last one decoded",
+    "beside evaluating alone": "compared with evaluating",
+    "a token while blocks are written: written behind": "a token, with write-behind",
+    "a token while blocks are written: no tier": "a token, without a tier",
+    "a token while blocks are written": "a token, with write-behind",
+    "one cached token, beside its cell": "one cached token, in addition to its cell",
+    "begin and close": "open and close",
+    "copying the blocks": "copying blocks",
+    ": not asked, for the time it takes: see the tables above": ": skipped to save time; see the tables above",
+    ": not asked": ": not measured",
+    "there for the memory operations alone": "only for memory operations",
+    "a server is not made anew without its model": "a server cannot be recreated without its model",
+    "neither matches prefixes nor keeps states by itself": "no automatic prefix match, no cache of states",
+    "no sequences to copy and no states to hold: a server": "a server: no sequences to copy, no states in memory",
+    "takes half a minute, and 1,024 tokens tell it": "takes half a minute; see 1,024 tokens",
+    "has no cache of prompts": "no prompt cache",
+    "a yardstick: measured in C, with NumPy and with ctypes": "only measured in C, with NumPy and with ctypes",
+    "copies with one thread in the rows of all sizes, too": "copies with one thread in all rows",
+    "its saves make a new object": "always saves to a new object",
+    "its server cuts contexts to what the model was trained for": "its server limits contexts to the trained length",
+    "its server works in a thread of its own": "its server has its own thread",
+    "its states are files": "only has states in files",
+    "Reuse of prompts that share beginnings": "Prefix reuse",
+    "A cache that outlives the process": "Tiers: a cache beyond the process",
+    "Many generations at once": "Generating many sequences at once",
+}
 
-- GPUs, other operating systems, large models: with a model of gigabytes every overhead here vanishes in
+TAIL = """## Limits of these figures
+
+- No GPUs, other operating systems or large models. With a model of gigabytes, all overheads here vanish in
   the time of a decode.
-- Quality of output: peers decode the same tokens, and their logits are not compared here (the tests
-  compare ours with references).
-- Guards: llama-cpp-python and cyllama call llama.cpp without checks, so a bad argument there ends the process.
-- A machine at rest, unless the load above says so."""
+- No comparison of outputs. Peers decode the same tokens; the tests compare our logits with references.
+- No guards in llama-cpp-python and cyllama: they call llama.cpp without checks, so an invalid argument ends the process.
+- The machine was not idle; see the load above."""

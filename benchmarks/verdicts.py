@@ -1,4 +1,4 @@
-"""One target with its figure, and how figures are written."""
+"""A target with its figure, and formatting of figures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Verdict:
 
 
 def span(values: list[float], unit: str, digits: int, scale: float = 1) -> str:
-    """Write the median with its unit, the lowest and the highest."""
+    """Write the median with its unit, the minimum and the maximum."""
     low, middle, high = (
         f"{v * scale:,.{digits}f}" for v in (min(values), statistics.median(values), max(values))
     )
@@ -40,7 +40,7 @@ def span(values: list[float], unit: str, digits: int, scale: float = 1) -> str:
 
 
 def worst_of(found: dict[str, list[float]], worst: str, unit: str, digits: int) -> str:
-    """Write the worst of several figures with its name, and how many there are."""
+    """Write the worst of several figures with its name, and their number."""
     return f"{span(found[worst], unit, digits)} at worst (`{worst}`), of {len(found)}"
 
 
@@ -55,6 +55,6 @@ def least(values: dict[str, float]) -> str:
 
 
 def below(values: dict[str, float], limit: float) -> str:
-    """Name the figures below a limit; empty where there are none."""
+    """List the figures below a limit; "" if none."""
     low = [f"{name} {value:.2f}" for name, value in values.items() if value < limit]
     return "; below: " + ", ".join(low) if low else ""

@@ -315,6 +315,7 @@ def test_the_report_holds_every_figure_and_every_reason(tmp_path: Path) -> None:
     assert json.loads(dumps(result)) == result
     report.write(json.loads(dumps(result)), tmp_path / "benchmarks.md")
     text = (tmp_path / "benchmarks.md").read_text()
+    text += (tmp_path / "benchmarks-tables.md").read_text()
     assert "| 90.0 (90.0 to 90.0) | 5.00 | - | 400 |" in text
     assert "33.0 (33.0 to 33.0)" in text
     assert "- cyllama: `remove`: it has no such call\n" in text
@@ -331,8 +332,11 @@ def test_groups_of_other_machines_are_named() -> None:
     assert texts.elsewhere(result) == ""
     result["groups"]["state"] |= {"cpu": "Old One", "commit": "abc"}
     result["groups"]["growth"] |= {"cpu": "Old One", "commit": "abc"}
-    assert texts.elsewhere(result) == "- Of earlier runs: state, growth on Old One, commit abc\n"
-    assert "\n- Of earlier runs: state" in texts.details(result)
+    assert (
+        texts.elsewhere(result)
+        == "- Carried over from earlier runs: state, growth on Old One, commit abc\n"
+    )
+    assert "\n- Carried over from earlier runs: state" in texts.details(result)
 
 
 def test_what_was_not_measured_is_grouped_by_reason() -> None:

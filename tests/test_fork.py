@@ -95,6 +95,7 @@ ENDS = {
 }
 
 
+@pytest.mark.hazard("F1", "F2")
 @pytest.mark.parametrize("end", some(ENDS, "leaves", "drops"))
 def test_the_child_refuses_and_the_parent_goes_on(child: Child, model: Any, end: str) -> None:
     code = START + "pid = os.fork()\nif pid == 0:" + REFUSED + OWN + "    " + ENDS[end]

@@ -108,6 +108,7 @@ def float_logits(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
     return logits(quantized(folder / "f32.gguf", Kind.F32), folder)
 
 
+@pytest.mark.hazard("N17")
 @pytest.mark.parametrize("kind", TOO_FAR, ids=lambda kind: kind.name.lower())
 def test_decodes_forks_and_repeats(kind: Kind, tmp_path: Path, float_logits: np.ndarray) -> None:
     one, fork, fresh = logits(quantized(tmp_path / "model.gguf", kind), tmp_path)
@@ -117,6 +118,7 @@ def test_decodes_forks_and_repeats(kind: Kind, tmp_path: Path, float_logits: np.
     assert np.abs(fresh - float_logits[2]).max() < TOO_FAR[kind]
 
 
+@pytest.mark.hazard("N245")
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("mamba", Kind.F16), ("jamba", Kind.F16), ("lfm2", Kind.F16), ("mamba2", Kind.Q8_0)],

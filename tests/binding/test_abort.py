@@ -47,6 +47,7 @@ def test_there_is_nothing_to_stop(make_context: Any) -> None:
     assert lengths(ctx) == {0: 100}
 
 
+@pytest.mark.hazard("T5")
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2vl"])
 @pytest.mark.parametrize("n_batch", [4096, 256])
 def test_attention_keeps_what_was_computed_and_goes_on(
@@ -69,6 +70,7 @@ def test_attention_keeps_what_was_computed_and_goes_on(
     assert differ(ctx.logits(), fresh_logits(name, [*words(20, 1), 7])) < RIGHT
 
 
+@pytest.mark.hazard("D22")
 @pytest.mark.not_on_a_device(reason="a decode is stopped between its parts alone")
 @pytest.mark.parametrize("name", ["mamba", "jamba", "lfm2_swa"])
 def test_a_recurrent_sequence_refuses_to_go_on_until_it_is_removed(
@@ -107,6 +109,7 @@ def test_a_recurrent_sequence_refuses_to_go_on_until_it_is_removed(
     assert differ(ctx.logits(), fresh_logits(name, words(30))) < RIGHT
 
 
+@pytest.mark.hazard("N243")
 @pytest.mark.not_on_a_device(reason="a decode is stopped between its parts alone")
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "jamba", "granitehybrid", "nemotron_h"])
 def test_a_sequence_that_begins_after_an_abort_begins_with_nothing(
@@ -135,6 +138,7 @@ def test_a_sequence_that_begins_after_an_abort_begins_with_nothing(
     assert ctx.native.abort_at(0)
 
 
+@pytest.mark.hazard("D22")
 @pytest.mark.parametrize("cure", ["clear_kv_cache", "kv_cache_seq_keep", "copy_kv_cache_seq"])
 def test_every_way_of_removing_cures(make_context: Any, fresh_logits: Any, cure: str) -> None:
     ctx, _ = aborted(make_context, "mamba", inside=True, n_batch=4096, n_ubatch=64)
@@ -161,6 +165,7 @@ def test_an_encode_can_be_stopped_and_repeated(make_context: Any) -> None:
     assert differ(ctx.logits(), twin.logits()) < RIGHT
 
 
+@pytest.mark.hazard("N12")
 @needs_timers
 def test_a_signal_handler_stops_a_decode_between_its_parts(forked: Child, model: Any) -> None:
     code = """

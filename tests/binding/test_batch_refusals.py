@@ -65,6 +65,7 @@ def test_a_flag_is_true_or_false(batch: LlamaBatch, value: Any) -> None:
     assert unchanged(batch)
 
 
+@pytest.mark.hazard("D8")
 def test_a_token_belongs_to_at_least_one_and_at_most_256_sequences(batch: LlamaBatch) -> None:
     with pytest.raises(ValueError, match="at least one"):
         batch.add(1, 3, [])
@@ -122,6 +123,7 @@ def test_values_that_are_not_vectors_of_int32_are_refused(
     assert unchanged(batch)
 
 
+@pytest.mark.hazard("D9")
 @pytest.mark.parametrize(
     ("pos", "seq_ids", "logits"),
     [
@@ -145,6 +147,7 @@ def test_shapes_that_do_not_fit_are_refused(pos: Any, seq_ids: Any, logits: Any)
         LlamaBatch.from_arrays([1, 2], pos, seq_ids, logits)
 
 
+@pytest.mark.hazard("D6", "D7")
 @pytest.mark.parametrize("seq_ids", [[-1, 0], np.array([0, 2**31]), np.array([[0], [-5]])])
 def test_invalid_sequence_ids_are_refused_at_once_or_by_decode(
     make_context: Any, seq_ids: Any

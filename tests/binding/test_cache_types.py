@@ -14,6 +14,7 @@ from pykvcache.errors import ContextCreateError
 QUANTIZED = ["q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 
 
+@pytest.mark.hazard("C6", "C7")
 @pytest.mark.parametrize("flash", ["auto", FlashAttention.ENABLED, "disabled"])
 @pytest.mark.parametrize("kind", QUANTIZED)
 @pytest.mark.parametrize("name", ["type_k", "type_v"])
@@ -37,6 +38,7 @@ def test_a_quantized_cache_gives_nearly_the_same_logits(make_context: Any, kind:
         assert alike < same < 1, options
 
 
+@pytest.mark.hazard("C7")
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_quantized_values_need_flash_attention(model: Any, kind: str) -> None:
     with pytest.raises(ContextCreateError, match="flash_attn"):

@@ -89,6 +89,7 @@ def test_the_digests_are_of_these_conversations() -> None:
         assert any(texts), "a template that is never rendered proves nothing"
 
 
+@pytest.mark.hazard("N36")
 @needs_templates
 @pytest.mark.parametrize("name", KNOWN["templates"])
 def test_texts_are_those_of_transformers(name: str) -> None:

@@ -113,6 +113,7 @@ def test_content_may_be_empty_or_a_tool_call(model: Any) -> None:
     assert model("llama").apply_chat_template(messages, template=template) == "uaa"
 
 
+@pytest.mark.hazard("N35")
 @pytest.mark.parametrize(
     "template",
     [

@@ -35,6 +35,7 @@ FLAGS = ["kv_unified", "swa_full", "embeddings", "offload_kqv", "op_offload", "n
 # Refused ------------------------------------------------------------------------------
 
 
+@pytest.mark.hazard("C12")
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("value", [-1, -(2**31), 2**31, 2**32 - 1, 2**63, -(2**63), 10**30])
 def test_a_size_out_of_range_is_a_value_error(model: Any, name: str, value: int) -> None:
@@ -42,6 +43,7 @@ def test_a_size_out_of_range_is_a_value_error(model: Any, name: str, value: int)
         LlamaContext(model("llama"), **{name: value})
 
 
+@pytest.mark.hazard("C11")
 @pytest.mark.parametrize(
     "name", ["n_batch", "n_ubatch", "n_seq_max", "n_threads", "n_threads_batch"]
 )
@@ -62,6 +64,7 @@ def test_a_numpy_integer_is_an_integer(model: Any) -> None:
         assert (ctx.n_ctx, ctx.n_batch) == (512, 64)
 
 
+@pytest.mark.hazard("C8", "C9", "C10")
 @pytest.mark.parametrize("name", ENUMS)
 @pytest.mark.parametrize("value", ["", "f17", "q8_k", 99, -7, 2**40, 1.0, None, True, [0], b"f16"])
 def test_unknown_choices_are_refused_by_name(model: Any, name: str, value: Any) -> None:
@@ -71,6 +74,7 @@ def test_unknown_choices_are_refused_by_name(model: Any, name: str, value: Any) 
         LlamaContext(model("llama"), **{name: value})
 
 
+@pytest.mark.hazard("C3", "C4", "C5")
 @pytest.mark.parametrize("name", ["type_k", "type_v"])
 def test_types_that_crash_llama_cpp_are_refused(model: Any, name: str) -> None:
     removed = [4, 5, 31, 32, 33, 36, 37, 38]
@@ -80,6 +84,7 @@ def test_types_that_crash_llama_cpp_are_refused(model: Any, name: str) -> None:
             LlamaContext(model("llama"), **{name: value})
 
 
+@pytest.mark.hazard("C10")
 @pytest.mark.parametrize("name", FLOATS)
 @pytest.mark.parametrize(
     "value",
@@ -97,6 +102,7 @@ def test_a_flag_is_true_or_false(model: Any, name: str, value: Any) -> None:
         LlamaContext(model("llama"), **{name: value})
 
 
+@pytest.mark.hazard("C11")
 @pytest.mark.parametrize("what", [None, "model.gguf", 5, LlamaModel, object()])
 def test_the_model_must_be_one(what: Any) -> None:
     with pytest.raises(TypeError, match="LlamaModel"):
@@ -110,6 +116,7 @@ def test_options_are_keywords_and_known(model: Any) -> None:
         LlamaContext(model("llama"), n_context=512)  # type: ignore[call-arg]
 
 
+@pytest.mark.hazard("C1")
 @pytest.mark.parametrize(
     "options",
     [
@@ -125,11 +132,13 @@ def test_fewer_tokens_per_call_than_sequences_are_refused(model: Any, options: A
         LlamaContext(model("llama"), **options)
 
 
+@pytest.mark.hazard("C2")
 def test_more_than_256_sequences_are_refused(model: Any) -> None:
     with pytest.raises(ValueError, match="n_seq_max is 257"):
         LlamaContext(model("llama"), n_ctx=512, n_seq_max=257)
 
 
+@pytest.mark.hazard("D29")
 def test_separate_streams_of_an_encoder_decoder_are_refused(model: Any) -> None:
     with pytest.raises(ContextCreateError, match="kv_unified"):
         LlamaContext(model("t5"), kv_unified=False, n_seq_max=2)
@@ -154,6 +163,7 @@ def test_the_whole_length_of_the_model_is_there_for_who_asks(model: Any) -> None
         assert ctx.n_ctx == 100_096
 
 
+@pytest.mark.hazard("C12")
 @pytest.mark.parametrize("name", ["llama", "gemma3", "jamba", "t5"])
 @pytest.mark.parametrize("streams", [1, 256])
 def test_a_cache_larger_than_the_machine_is_refused_at_once(
@@ -211,6 +221,7 @@ assert (ctx.logits() == logits).all()
 """
 
 
+@pytest.mark.hazard("N42")
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's limits")
 def test_what_is_too_large_for_memory_is_a_typed_error_and_all_goes_on(
     child: Child, model: Any, model_folder: Path
@@ -234,6 +245,7 @@ def test_a_huge_batch_size_costs_nothing(model: Any, name: str, options: Any) ->
 # Effective values ---------------------------------------------------------------------
 
 
+@pytest.mark.hazard("C13", "C14")
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -274,6 +286,7 @@ def test_the_kind_of_memory_has_a_name(make_context: Any, name: str) -> None:
     assert make_context(name).memory_kind == MODELS[name].memory
 
 
+@pytest.mark.hazard("N63")
 def test_a_context_with_yarn_changes_nothing_for_others(model: Any) -> None:
     # llama.cpp writes the length that YaRN makes into the model.
     for name, embeddings in (("llama", False), ("bert", True)):

@@ -38,6 +38,7 @@ def driven(path: Path, folder: Path, damage: str) -> dict[str, int]:
     return outcomes
 
 
+@pytest.mark.hazard("C18", "C19")
 @pytest.mark.parametrize("damage", SAMPLE)
 @pytest.mark.parametrize("name", [*NAMES, "quantised"])
 def test_files_cut_short_or_with_a_zeroed_field_are_refused_or_used(
@@ -65,6 +66,7 @@ def damaged(path: Path, name: str, keys: dict[str, Any]) -> Path:
     return path
 
 
+@pytest.mark.hazard("N28")
 @pytest.mark.parametrize(
     ("name", "key"),
     [
@@ -94,6 +96,7 @@ def test_a_count_that_is_missing_counts_as_zero(tmp_path: Path) -> None:
         LlamaModel(path)
 
 
+@pytest.mark.hazard("N28")
 def test_a_rotation_of_no_dimension_which_never_ends_is_refused(tmp_path: Path) -> None:
     path = damaged(tmp_path / "m.gguf", "minimax_m3", {".rope.dimension_count": 0})
     model = LlamaModel(path)
@@ -125,6 +128,7 @@ model.close()
 """
 
 
+@pytest.mark.hazard("N27")
 def test_an_assertion_in_all_compute_threads_is_an_internal_error(
     child: Child, model_folder: Path, tmp_path: Path
 ) -> None:

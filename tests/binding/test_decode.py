@@ -18,6 +18,7 @@ CACHES = ["llama", "gemma3", "qwen2vl", "t5"]
 # Parts --------------------------------------------------------------------------------
 
 
+@pytest.mark.hazard("D1")
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mamba", "jamba"])
 def test_more_tokens_than_n_batch_are_decoded_in_parts(
     make_context: Any, fresh_logits: Any, name: str
@@ -83,6 +84,7 @@ def test_a_full_cache_refuses_what_does_not_fit_and_takes_what_does(
         assert differ(ctx.logits(), fresh_logits(name, tokens)) < RIGHT
 
 
+@pytest.mark.hazard("D21", "N45")
 @pytest.mark.parametrize("as_batch", [False, True])
 def test_a_long_call_that_does_not_fit_is_refused_before_any_of_it(
     make_context: Any, fresh_logits: Any, as_batch: bool

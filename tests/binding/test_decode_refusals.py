@@ -83,6 +83,7 @@ WRONG_SEQUENCE = {
 }
 
 
+@pytest.mark.hazard("D4", "D5", "D6", "D7", "D10", "D11", "D13", "D14", "D15")
 @pytest.mark.parametrize("name", DECODERS)
 def test_refused_batches_leave_no_trace(make_context: Any, name: str) -> None:
     ctx, twin = make_context(name), make_context(name)
@@ -150,6 +151,7 @@ def test_sequence_ids_of_other_types_are_type_errors(make_context: Any, seq_id: 
         make_context("llama").decode([5], seq_id=seq_id)
 
 
+@pytest.mark.hazard("D27")
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2vl", "mamba", "jamba"])
 def test_a_decoder_has_nothing_to_encode(make_context: Any, name: str) -> None:
     ctx = make_context(name)
@@ -160,6 +162,7 @@ def test_a_decoder_has_nothing_to_encode(make_context: Any, name: str) -> None:
     assert lengths(ctx) == {0: 2}
 
 
+@pytest.mark.hazard("D28")
 def test_an_encoder_decoder_is_not_decoded_before_it_encoded(model: Any) -> None:
     from pykvcache import LlamaContext
 
@@ -175,6 +178,7 @@ def test_an_encoder_decoder_is_not_decoded_before_it_encoded(model: Any) -> None
         assert lengths(ctx) == {0: 1}
 
 
+@pytest.mark.hazard("D30")
 @pytest.mark.parametrize("attention", ["unspecified", "causal"])
 def test_bert_refuses_what_its_table_and_its_step_cannot_hold(model: Any, attention: str) -> None:
     from pykvcache import LlamaContext

@@ -29,6 +29,7 @@ def test_a_large_model_has_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_threads(10**10) == (6, 6)
 
 
+@pytest.mark.hazard("N43")
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinity here")
 def test_affinity_and_the_quotas_of_all_cgroups_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

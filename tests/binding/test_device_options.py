@@ -48,6 +48,7 @@ def test_no_devices_are_the_cpu_alone(llama: Path) -> None:
     assert usual.devices == tuple(able())
 
 
+@pytest.mark.hazard("N76")
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [

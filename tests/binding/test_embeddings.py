@@ -55,6 +55,7 @@ def test_embeddings_need_to_be_asked_for(make_context: Any) -> None:
         ctx.seq_embeddings()
 
 
+@pytest.mark.hazard("N10")
 @pytest.mark.parametrize("name", ["lfm2", "lfm2_swa", "gemma3", "mamba", "jamba"])
 def test_a_context_for_embeddings_gives_true_logits_or_none(
     make_context: Any, fresh_logits: Any, name: str
@@ -105,6 +106,7 @@ def test_pooled_embeddings_are_pooled_from_those_of_the_tokens(
     assert differ(ctx.seq_embeddings(0), pooled) < RIGHT
 
 
+@pytest.mark.hazard("N10")
 @pytest.mark.parametrize("name", ["bert", "llama", "mamba"])
 def test_pooled_tokens_have_no_embeddings_of_their_own(make_context: Any, name: str) -> None:
     ctx = make_context(name, embeddings=True, pooling_type="mean")
@@ -155,6 +157,7 @@ def test_what_was_encoded_decides_what_is_decoded(make_context: Any) -> None:
     assert differ(rows[0], rows[1]) > 0.05
 
 
+@pytest.mark.hazard("D2")
 def test_an_encoder_takes_all_at_once(make_context: Any) -> None:
     ctx = make_context("t5", n_batch=32, n_ubatch=32)
     ctx.encode(words(32))

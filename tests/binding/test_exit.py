@@ -91,6 +91,7 @@ def work():
 }
 
 
+@pytest.mark.hazard("L3")
 @pytest.mark.parametrize(
     "end", some(ENDS, "nothing closed", "model dropped", "a cycle", "a suspended generator")
 )
@@ -99,6 +100,7 @@ def test_the_interpreter_ends_quietly(child: Child, model: Any, end: str) -> Non
     assert_quiet(done)
 
 
+@pytest.mark.hazard("N18")
 @pytest.mark.skipif(
     bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
     reason="a free-threaded interpreter may wait for a lock of a thread that it ended",

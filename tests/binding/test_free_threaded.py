@@ -44,6 +44,7 @@ def child(code: str, gil: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.hazard("N170")
 def test_without_the_gil_the_import_is_refused() -> None:
     # Another interpreter says the same of itself.
     pretend = "" if FREE_THREADED else "import sys; sys._is_gil_enabled = lambda: False\n"

@@ -22,6 +22,7 @@ PARTS = ["[", "[\\", '"', '"\\', "{", "{ ", "{1 ", "{,", "#", "(", ")", ":", " "
 STARTS = ["{", "{1,", '"', "[", "#", "x ::= ["]
 
 
+@pytest.mark.hazard("N14")
 @pytest.mark.parametrize("part", PARTS)
 def test_the_time_grows_with_the_grammar(part: str) -> None:
     seconds = []

@@ -42,6 +42,7 @@ FAULTS: dict[str, tuple[str, int | None, int | None, str]] = {
 }
 
 
+@pytest.mark.hazard("N60")
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_reason_and_the_place_are_in_the_error(name: str, model: Any, capfd: Any) -> None:
     grammar, line, column, said = FAULTS[name]
@@ -68,6 +69,7 @@ def test_a_model_without_a_vocabulary_is_named(model: Any) -> None:
         Sampler(grammar=GOOD, model=model("llama_none"))
 
 
+@pytest.mark.hazard("N60")
 def test_a_good_grammar_prints_nothing(model: Any, capfd: Any) -> None:
     Sampler(grammar=GOOD, model=model("llama"))
     assert capfd.readouterr() == ("", "")

@@ -162,6 +162,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.hazard("N14")
 @pytest.mark.parametrize("kind", TOO_DEEP)
 @pytest.mark.parametrize("n", [5, 200_000])
 def test_no_grammar_ends_the_process(forked: Child, model: Any, kind: str, n: int) -> None:

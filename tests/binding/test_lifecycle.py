@@ -53,6 +53,7 @@ def properties(kind: type) -> list[str]:
 # Close --------------------------------------------------------------------------------
 
 
+@pytest.mark.hazard("D38", "L2")
 def test_every_method_of_a_closed_context_says_so(model: Any) -> None:
     ctx = LlamaContext(model("llama"), **OPTIONS)
     ctx.decode([5])
@@ -103,6 +104,7 @@ def test_a_closed_context_cannot_be_entered_for_work(model: Any) -> None:
 # The order of ends --------------------------------------------------------------------
 
 
+@pytest.mark.hazard("L1")
 @pytest.mark.parametrize("end", ["close", "drop", "both"])
 def test_a_context_outlives_its_model(path: Path, fresh_logits: Any, end: str) -> None:
     model = LlamaModel(path)

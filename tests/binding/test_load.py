@@ -56,12 +56,14 @@ def test_a_missing_file_names_itself_and_the_reason(tmp_path: Path) -> None:
     assert error.value.filename == str(path)
 
 
+@pytest.mark.hazard("C17")
 def test_a_directory_an_empty_path_and_a_nul_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path, "", "a\0b.gguf", str(tmp_path / "x.gguf") + "\0"):
         with pytest.raises(ModelLoadError):
             LlamaModel(path)
 
 
+@pytest.mark.hazard("C16")
 @pytest.mark.parametrize("path", [None, 5, 1.5, True, [], object()])
 def test_paths_of_other_types_are_type_errors(path: Any) -> None:
     with pytest.raises(TypeError):
@@ -87,6 +89,7 @@ def test_a_device_is_refused(device: str) -> None:
         LlamaModel(device)
 
 
+@pytest.mark.hazard("N16")
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
 def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path, child: Child) -> None:
     fifo = tmp_path / "pipe.gguf"
@@ -119,6 +122,7 @@ def test_a_part_that_is_no_file_is_refused(
 # Damaged files ------------------------------------------------------------------------
 
 
+@pytest.mark.hazard("C17")
 @pytest.mark.parametrize(
     "content",
     [
@@ -180,6 +184,7 @@ def test_only_false_cancels(llama: Path) -> None:
     LlamaModel(llama, progress=lambda fraction: True).close()
 
 
+@pytest.mark.hazard("N20")
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, StopIteration])
 def test_what_progress_raises_comes_out(llama: Path, error: type[BaseException]) -> None:
     mine = error("from the callback")

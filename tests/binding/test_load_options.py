@@ -43,6 +43,7 @@ def test_layers_for_a_gpu_that_is_not_there_warn(llama: Path, layers: int) -> No
     LlamaModel(llama, n_gpu_layers=layers, devices=[]).close()  # the CPU was asked for
 
 
+@pytest.mark.hazard("C20")
 @pytest.mark.parametrize(
     ("option", "value", "error"),
     [

@@ -101,6 +101,7 @@ class BrokenHandler(logging.Handler):
         raise ZeroDivisionError("in a handler")
 
 
+@pytest.mark.hazard("N20")
 @pytest.mark.parametrize("broken", [Raises(), BrokenHandler()])
 def test_a_logger_that_raises_is_reported_and_breaks_nothing(
     logger: logging.Logger, path: Path, capsys: pytest.CaptureFixture[str], broken: Any

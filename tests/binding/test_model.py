@@ -131,6 +131,7 @@ def test_properties_cannot_be_set(model: Any, name: str) -> None:
             setattr(one, attribute, 1)
 
 
+@pytest.mark.hazard("D32", "C21")
 def test_vocab_only_tokenizes_and_gives_no_context(model: Any, model_folder: Path) -> None:
     with LlamaModel(make_model("llama", model_folder), vocab_only=True) as words:
         assert words.vocab_only is True
@@ -169,6 +170,7 @@ def test_a_closed_model_refuses_work_and_keeps_its_facts(model_folder: Path) -> 
             use()
 
 
+@pytest.mark.hazard("V7")
 def test_without_a_vocabulary_text_is_refused(model: Any) -> None:
     none = model("llama_none")
     assert none.n_vocab == 320

@@ -84,6 +84,7 @@ def test_what_comes_after_it_in_its_place_is_right(make_context: Any, name: str,
     assert differ(ctx.logits(), twin.logits()) == 0
 
 
+@pytest.mark.hazard("N77")
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_logits_are_handed_out_as_numbers_or_not_at_all(
     model_folder: Path, tmp_path: Path, value: float
@@ -176,6 +177,7 @@ def test_a_state_that_overflows_raises_and_harms_nobody(make_context: Any) -> No
     assert differ(ctx.logits(), twin.logits()) == 0
 
 
+@pytest.mark.hazard("N77")
 def test_a_request_whose_logits_are_no_numbers_ends_alone(
     model_folder: Path, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ def test_a_graph_that_gives_logits_of_all_tokens_is_refused(tmp_path: Path) -> N
         LlamaContext(model, n_ctx=64)
 
 
+@pytest.mark.hazard("N190")
 def test_a_learned_position_is_not_shifted(tmp_path: Path) -> None:
     path = tmp_path / "gpt2.gguf"
     write_gguf(path, gpt2(Sizes(), len(vocab.spm())), vocab.spm(), 0)
@@ -38,6 +39,7 @@ def test_a_learned_position_is_not_shifted(tmp_path: Path) -> None:
         ctx.decode([7])
 
 
+@pytest.mark.hazard("N245")
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
@@ -53,6 +55,6 @@ def test_a_learned_position_is_not_shifted(tmp_path: Path) -> None:
 def test_amx_is_for_models_that_multiply_single_matrices(
     name: str, wanted: bool, model_folder: Path
 ) -> None:
-    """N245: recurrent layers multiply one matrix per sequence, MLA one per head."""
+    """Recurrent layers multiply one matrix per sequence, MLA one per head."""
     path = make_model(name, model_folder)
     assert lib.multiplies_single_matrices(bytes(path)) == wanted

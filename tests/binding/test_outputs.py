@@ -41,6 +41,7 @@ def test_an_array_gives_the_logits_of_its_last_token(make_context: Any) -> None:
             ctx.logits(i)
 
 
+@pytest.mark.hazard("D33", "D34")
 def test_there_are_no_logits_before_a_decode_or_without_asking(make_context: Any) -> None:
     ctx = make_context("llama")
     for _ in range(2):
@@ -50,6 +51,7 @@ def test_there_are_no_logits_before_a_decode_or_without_asking(make_context: Any
         ctx.decode(LlamaBatch.from_arrays([5], [ctx.kv_cache_seq_pos_max(0) + 1], 0, False))
 
 
+@pytest.mark.hazard("D36")
 def test_logits_are_copies_that_outlive_the_context(make_context: Any) -> None:
     ctx = make_context("llama")
     ctx.decode(words(5))
@@ -66,6 +68,7 @@ def test_logits_are_copies_that_outlive_the_context(make_context: Any) -> None:
         ctx.logits()
 
 
+@pytest.mark.hazard("D3")
 def test_rows_of_earlier_parts_are_copies_too(make_context: Any) -> None:
     ctx = make_context("llama", n_batch=8)
     ctx.decode(LlamaBatch.from_arrays(words(20), np.arange(20), 0, True))
@@ -86,6 +89,7 @@ def test_logits_are_finite_and_depend_on_the_tokens(make_context: Any, name: str
     assert differ(one, ctx.logits()) > 0.3
 
 
+@pytest.mark.hazard("D35")
 def test_a_model_of_embeddings_has_no_logits(make_context: Any) -> None:
     for options in ({}, {"embeddings": False}, {"pooling_type": "none"}):
         ctx = make_context("bert", **options)
@@ -128,6 +132,7 @@ def test_llama_cpp_s_own_figures(make_context: Any) -> None:
     assert ctx.tokens_evaluated == 12
 
 
+@pytest.mark.hazard("C15")
 @pytest.mark.parametrize("n", [0, -1, 513, 2**40, True, 1.5, None, "2"])
 def test_threads_are_between_1_and_512(make_context: Any, n: Any) -> None:
     ctx = make_context("llama")

@@ -188,6 +188,7 @@ def test_accept_wants_a_token_of_the_model(ctx: LlamaContext) -> None:
             sampler.accept(token, ctx.model)
 
 
+@pytest.mark.hazard("D37")
 def test_without_logits_there_is_nothing_to_sample(make_context: Any) -> None:
     ctx = make_context("llama")
     with pytest.raises(IndexError):
@@ -209,6 +210,7 @@ def broken_logits(folder: Path, source: Path, values: dict[int, float]) -> Path:
     return with_keys(source, folder / "broken.gguf", {}, spoil)
 
 
+@pytest.mark.hazard("N13")
 def test_nan_logits_are_refused(model_folder: Path, tmp_path: Path) -> None:
     path = broken_logits(tmp_path, make_model("llama", model_folder), {7: NAN})
     with LlamaModel(path) as model, LlamaContext(model, n_ctx=256, n_threads=1) as ctx:
@@ -224,6 +226,7 @@ def test_nan_logits_are_refused(model_folder: Path, tmp_path: Path) -> None:
         LlamaModel(path, check_tensors=True)
 
 
+@pytest.mark.hazard("N59")
 def test_infinite_logits_are_refused(model_folder: Path, tmp_path: Path) -> None:
     spoiled = {token: 3e38 for token in range(0, 320, 3)}
     path = broken_logits(tmp_path, make_model("llama", model_folder), spoiled)

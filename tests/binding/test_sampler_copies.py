@@ -43,6 +43,7 @@ def draw(sampler: Sampler, ctx: LlamaContext, n: int) -> list[int]:
     return [sampler.sample(ctx) for _ in range(n)]
 
 
+@pytest.mark.hazard("N58")
 def test_a_copy_draws_what_the_original_draws(
     duplicate: Callable[[Sampler], Sampler], ctx: LlamaContext
 ) -> None:
@@ -71,6 +72,7 @@ def test_a_copy_has_penalties_of_its_own(
     assert draw(sampler, ctx, 2) == order[3:5]
 
 
+@pytest.mark.hazard("N58")
 def test_a_copy_is_where_the_grammar_is(
     duplicate: Callable[[Sampler], Sampler], ctx: LlamaContext
 ) -> None:

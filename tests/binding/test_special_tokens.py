@@ -97,6 +97,7 @@ def test_white_space_beside_a_special_goes_where_the_model_says(
         assert tokens.tolist() == one._native.tokenize_whole(text, True, True).tolist(), text
 
 
+@pytest.mark.hazard("N32")
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_special_tokens_take_time_that_grows_with_their_number(
     tmp_path: Path, kind: str

@@ -57,6 +57,7 @@ def child(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.hazard("N37")
 def test_the_import_is_refused() -> None:
     assert child(f"run({REFUSED!r}); print('end')") == "end\n"
 

@@ -67,6 +67,7 @@ assert len(wrong) == 60 and not any(wrong)
     assert_quiet(child(code, model("llama").path, timeout=60))
 
 
+@pytest.mark.hazard("N40")
 def test_idle_threads_sleep(child: Child, model: Any) -> None:
     code = (
         "import os; del os.environ['OMP_WAIT_POLICY']"
@@ -101,6 +102,7 @@ assert n_threads() == others + 3, n_threads()
     assert_quiet(child(code, model("llama").path))
 
 
+@pytest.mark.hazard("F1")
 def test_a_forked_child_computes_with_threads_of_its_own(child: Child, model: Any) -> None:
     code = (
         START
@@ -121,6 +123,7 @@ assert np.abs(row(ctx) - alone).max() < 0.05
     assert_quiet(child(code, model("llama").path, timeout=60))
 
 
+@pytest.mark.hazard("N27")
 def test_an_assertion_in_one_compute_thread_stops_the_others(
     child: Child, model_folder: Path, tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ def together(*works: Callable[[], None], patience: float = PATIENCE) -> None:
         raise errors[0]
 
 
+@pytest.mark.hazard("T1")
 @pytest.mark.parametrize("name", ["llama", "gemma3", "jamba"])
 def test_contexts_of_one_model_run_side_by_side(
     make_context: Any, fresh_logits: Any, name: str
@@ -95,6 +96,7 @@ def test_threads_share_a_context_without_a_wrong_result(
         assert differ(ctx.logits(), fresh_logits(name, [*words(40, seq), 7])) < RIGHT
 
 
+@pytest.mark.hazard("N19")
 def test_generations_in_threads_do_not_take_each_others_logits(make_context: Any) -> None:
     def generate(ctx: Any, seq: int) -> list[int]:
         return list(ctx.generate([5, 6, 7 + seq], 60, seq_id=seq))
@@ -114,6 +116,7 @@ def test_generations_in_threads_do_not_take_each_others_logits(make_context: Any
         assert got == expected
 
 
+@pytest.mark.hazard("T3")
 def test_queries_wait_for_a_decode(make_context: Any) -> None:
     ctx = make_context("llama", n_ctx=2048)
     done = threading.Event()
@@ -163,6 +166,7 @@ def test_close_waits_for_a_decode_and_what_follows_is_closed(make_context: Any) 
         assert ended == ["closed"] * 2
 
 
+@pytest.mark.hazard("T2", "T3")
 def test_two_threads_hammer_one_context_without_a_wrong_result(make_context: Any) -> None:
     prompts = [[5 + k, 6, 7 + 2 * k] for k in range(8)]
     alone = make_context("llama", n_ctx=1024)
@@ -224,6 +228,7 @@ def test_other_threads_run_during_a_decode(make_context: Any) -> None:
     assert advanced > 10
 
 
+@pytest.mark.hazard("N11")
 def test_tokens_that_change_during_a_decode_do_no_harm(forked: Child, model: Any) -> None:
     code = """
 import sys, threading

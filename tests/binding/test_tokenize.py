@@ -68,6 +68,7 @@ def test_bytes_are_taken_as_they_are(model: Any) -> None:
     assert one.tokenize("é".encode()).tolist() == one.tokenize("é").tolist()
 
 
+@pytest.mark.hazard("V5")
 @pytest.mark.parametrize("name", ["llama", "llama_bpe", "bert", "llama_test"])
 @pytest.mark.parametrize(
     "text", [b"\xff\xfe\x80abc", b"\xe2\x9c", b"\xf0", b"\xed\xa0\x80", "\ud800x"]
@@ -104,6 +105,7 @@ def test_a_text_past_the_limit_is_refused(model: Any) -> None:
     assert TEXT_BYTES_MAX == 2**31 - 1
 
 
+@pytest.mark.hazard("V6")
 def test_more_characters_than_the_first_buffer_holds(model: Any) -> None:
     one = model("llama")
     token = int(np.argmax([len(one.token_to_piece(t)) for t in range(one.n_vocab)]))
@@ -120,6 +122,7 @@ def test_every_token_has_a_piece(model: Any, name: str) -> None:
         assert isinstance(one.detokenize([token], special=True), str)
 
 
+@pytest.mark.hazard("V1", "V2", "V3")
 @pytest.mark.parametrize("token", HOSTILE_INTS)
 def test_a_token_outside_the_vocabulary_is_refused_by_its_number(model: Any, token: int) -> None:
     one = model("llama")
@@ -178,6 +181,7 @@ def test_values_that_are_not_vectors_of_integers_are_refused(
         model("llama").detokenize(tokens)
 
 
+@pytest.mark.hazard("V4")
 @pytest.mark.parametrize(
     "text", [None, 5, 1.5, ["a"], bytearray(b"a"), memoryview(b"a"), np.array("a")]
 )
@@ -186,6 +190,7 @@ def test_values_that_are_not_text_are_refused(model: Any, text: Any) -> None:
         model("llama").tokenize(text)
 
 
+@pytest.mark.hazard("T4")
 def test_threads_may_tokenize_together(model: Any) -> None:
     one = model("llama")
     texts = [f"hello world number {i} " * 50 for i in range(40)]

@@ -30,6 +30,7 @@ def test_random_texts_have_the_tokens_of_llama_cpp(tmp_path: Path, kind: str) ->
         assert tokens.tolist() == one._native.tokenize_whole(text, False, False).tolist(), text
 
 
+@pytest.mark.hazard("N34")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_time_grows_with_the_text(tmp_path: Path, kind: str) -> None:
     one = load_vocab(VOCABS[kind](), tmp_path)

@@ -47,6 +47,7 @@ def test_the_patterns_of_llama_cpp_are_found() -> None:
     assert len(pretokenizers.names()) >= 80
 
 
+@pytest.mark.hazard("N31")
 @pytest.mark.parametrize("patterns", PATTERNS, ids=range(len(PATTERNS)))
 def test_words_are_those_of_std_regex(patterns: list[bytes]) -> None:
     rng = random.Random(SEED)
@@ -100,6 +101,7 @@ def test_invalid_code_points_are_replaced() -> None:
         assert b"".join(words) == "a\ufffd\ufffd\ufffd\ufffdb".encode()
 
 
+@pytest.mark.hazard("N31")
 @pytest.mark.parametrize(
     "name", ["deepseek-v3", "gpt-4o", "tekken", "jais-2", "superbpe", "default"]
 )

@@ -215,6 +215,7 @@ def test_a_restore_beside_full_windows_changes_no_other_sequence(layers: int, be
         fresh.clear_kv_cache_seq(same, int(fresh.kv_cache_seq_pos_max(same)))
 
 
+@pytest.mark.hazard("N52")
 @in_both_ways
 def test_a_context_goes_on_when_another_is_closed(layers: int, bench: Bench) -> None:
     """ggml's RPC server forgets the graph that it is asked to compute again."""

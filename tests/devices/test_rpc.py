@@ -187,6 +187,7 @@ def check_lost(ctx: LlamaContext, endpoint: str) -> None:
     assert seconds(ctx.close) < SOON
 
 
+@pytest.mark.hazard("N86", "N88")
 def test_a_server_that_dies_is_lost_and_others_go_on(
     llama: Path, server: Served, other: Served
 ) -> None:
@@ -203,6 +204,7 @@ def test_a_server_that_dies_is_lost_and_others_go_on(
         assert np.allclose(logits_of(healthy, WORDS[9:]), on_cpu(llama, WORDS), atol=1e-4)
 
 
+@pytest.mark.hazard("N86")
 def test_a_frozen_server_is_lost_in_time(llama: Path, server: Served) -> None:
     with open_on(llama, server, timeout=0.5) as ctx:
         ctx.decode(WORDS[:9])
@@ -268,6 +270,7 @@ def test_a_server_that_is_busy_is_not_waited_for(llama: Path, server: Served) ->
     proxy.close()
 
 
+@pytest.mark.hazard("N89")
 @pytest.mark.not_on_a_device  # `--device rpc` registers devices, which the child would ask
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -362,6 +365,7 @@ def test_a_server_of_another_version_is_refused(llama: Path) -> None:
             LlamaModel(llama, rpc=[f"127.0.0.1:{listener.getsockname()[1]}"], rpc_timeout=5.0)
 
 
+@pytest.mark.hazard("N87")
 def test_a_server_of_something_else(llama: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 

@@ -85,6 +85,7 @@ def test_what_is_read_is_what_the_cpu_reads(
         assert different(ctx.kv(seq_id), arrays[seq_id]) == []
 
 
+@pytest.mark.hazard("N85")
 @shapes
 def test_what_is_written_is_what_the_cpu_writes(
     name: str, options: dict[str, Any], make_context: ContextFactory
@@ -112,6 +113,7 @@ def test_what_is_written_is_what_the_cpu_writes(
         assert ctx.get_state(seq_id).tobytes() == other.get_state(seq_id).tobytes()
 
 
+@pytest.mark.hazard("N53")
 def test_a_view_is_refused_by_the_name_of_the_device(make_context: ContextFactory) -> None:
     ctx = make_context("llama")
     ctx.decode([5, 6])
@@ -216,6 +218,7 @@ def test_the_cpu_is_asked_for_nothing(make_context: ContextFactory) -> None:
     assert asked(lambda: ctx.set_state(ctx.get_state(0), 1)) == (0, 0)
 
 
+@pytest.mark.hazard("N85")
 @pytest.mark.skipif(PLAIN, reason="the plain build: llama.cpp's reader places cells")
 def test_a_full_device_takes_a_state_in_the_place_of_another(
     make_context: ContextFactory,

@@ -17,6 +17,7 @@ SERVED = tuple(case for case in CASES if case.name != "t5")
 pytestmark = pytest.mark.not_on_a_device(reason="a decode is stopped between its parts alone")
 
 
+@pytest.mark.hazard("N183", "N242")
 @pytest.mark.parametrize("case", SERVED, ids=str)
 def test_programs_whose_decodes_are_aborted(case: Case, make_context: Make, tmp_path: Path) -> None:
     n_aborted = 0

@@ -12,6 +12,7 @@ from memory.kit import Make, apart, words
 from pykvcache import BatchGenerator, LlamaSequence, PrefixCache, Sampler
 
 
+@pytest.mark.hazard("N67")
 @pytest.mark.parametrize("how", ["aborted", "error"])
 def test_the_first_sample_that_ends_early_leaves_the_others(how: str, make_context: Make) -> None:
     ctx = make_context("llama")
@@ -54,6 +55,7 @@ def test_samples_of_a_shifted_sequence_are_its_forks(make_context: Make) -> None
     assert [sample.tokens.tolist() for sample in samples] == [[], *wanted[1:]]
 
 
+@pytest.mark.hazard("N67")
 def test_samples_stay_in_the_namespace_of_their_prompt(make_context: Make) -> None:
     ctx = make_context("llama")
     cache = PrefixCache(ctx, block_size=8)
@@ -71,6 +73,7 @@ def test_samples_stay_in_the_namespace_of_their_prompt(make_context: Make) -> No
     assert cache.sequence(words(2, 40)).reuse.evaluated == 40
 
 
+@pytest.mark.hazard("N68")
 @pytest.mark.parametrize("unified", [True, False])
 def test_a_generator_between_steps_makes_room(
     unified: bool, make_context: Make, fresh_logits: Callable[..., np.ndarray]
@@ -97,6 +100,7 @@ def test_a_generator_between_steps_makes_room(
             alone.close()
 
 
+@pytest.mark.hazard("N68")
 def test_a_dropped_generator_holds_no_sequence(make_context: Make) -> None:
     ctx = make_context("llama", n_seq_max=1)
     sequence = LlamaSequence(ctx, words(1, 20))

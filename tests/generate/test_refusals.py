@@ -29,6 +29,7 @@ def endless(ctx: LlamaContext) -> Sampler:
     return Sampler(temperature=0, logit_bias=ends)
 
 
+@pytest.mark.hazard("N147")
 def test_a_sampler_for_another_model_is_refused_by_the_call(make_context: Make) -> None:
     """Only one token of the sequence is pending: the first step would have been one native call."""
     ctx = make_context("llama", n_seq_max=3)
@@ -51,6 +52,7 @@ def test_a_sampler_for_another_model_is_refused_by_the_call(make_context: Make) 
     assert len(sequence) == 10
 
 
+@pytest.mark.hazard("N148")
 @pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
 def test_where_the_positions_of_the_model_end(
     name: str, make_context: Make, fresh_logits: Fresh
@@ -102,6 +104,7 @@ def test_ids_that_are_used_by_hand_are_an_error(make_context: Make) -> None:
     assert len(generator.submit(words(1, 9), 4, endless(ctx)).wait().tokens) == 4
 
 
+@pytest.mark.hazard("N144")
 def test_samples_without_an_id_share_one_state(make_context: Make) -> None:
     ctx = make_context("llama", n_ctx=512, n_seq_max=2)
     generator = BatchGenerator(ctx)

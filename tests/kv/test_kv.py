@@ -75,6 +75,7 @@ def test_a_written_sequence_goes_on_as_the_one_it_was_read_from(ctx: LlamaContex
     assert np.abs(written - ctx.logits()).max() < tolerance
 
 
+@pytest.mark.hazard("S1")
 def test_removed_and_shifted_cells_are_read_as_they_are_now(ctx: LlamaContext) -> None:
     ctx.decode(WORDS[:30])
     before = ctx.kv(0)
@@ -89,6 +90,7 @@ def test_removed_and_shifted_cells_are_read_as_they_are_now(ctx: LlamaContext) -
         assert np.array_equal(was.values[rest], now.values)
 
 
+@pytest.mark.hazard("S1")
 def test_a_shift_is_the_rotation_that_numpy_computes(model: LlamaModel) -> None:
     ctx = LlamaContext(model, n_ctx=512, n_threads=1, **EXACT)
     ctx.decode(WORDS[:20])
@@ -204,6 +206,7 @@ def test_a_full_cache_refuses_and_keeps_what_it_has(model: LlamaModel) -> None:
     assert same(arrays, ctx.kv(0))
 
 
+@pytest.mark.hazard("S4", "S6")
 def test_bad_sequence_ids(model: LlamaModel) -> None:
     ctx = LlamaContext(model, n_ctx=256, n_threads=1, n_seq_max=2)
     arrays = ctx.kv(0)
@@ -214,6 +217,7 @@ def test_bad_sequence_ids(model: LlamaModel) -> None:
             ctx.write_kv(arrays, seq)
 
 
+@pytest.mark.hazard("N15")
 @pytest.mark.filterwarnings("error")
 def test_values_too_large_for_the_stored_type_are_refused(model: LlamaModel) -> None:
     ctx = LlamaContext(model, n_ctx=256, n_threads=1, type_k="f16", type_v="f16")
@@ -241,6 +245,7 @@ def test_flags_are_true_or_false(model: LlamaModel, flag: str, value: Any) -> No
         ctx.kv(0, **{flag: value})
 
 
+@pytest.mark.hazard("S2")
 def test_a_pending_stream_copy_is_applied_before_reading(model: LlamaModel) -> None:
     ctx = LlamaContext(model, n_ctx=1024, n_seq_max=2, n_threads=1, kv_unified=False, **EXACT)
     ctx.decode(WORDS[:20])
@@ -248,6 +253,7 @@ def test_a_pending_stream_copy_is_applied_before_reading(model: LlamaModel) -> N
     assert same(ctx.kv(0), ctx.kv(1))
 
 
+@pytest.mark.hazard("S3")
 def test_a_pending_stream_copy_does_not_overwrite_what_is_written(model: LlamaModel) -> None:
     ctx = LlamaContext(model, n_ctx=1024, n_seq_max=2, n_threads=1, kv_unified=False, **EXACT)
     ctx.decode(WORDS[20:40])

@@ -84,6 +84,7 @@ def h64(model_folder: Path) -> tuple[LlamaModel, LedgerLlama]:
     return LlamaModel(path), LedgerLlama(path)
 
 
+@pytest.mark.hazard("N30")
 @pytest.mark.parametrize("rotation", [True, False], ids=["hadamard", "plain"])
 @pytest.mark.parametrize("kind", ERROR)
 def test_values_are_those_of_a_numpy_forward_pass(
@@ -115,6 +116,7 @@ def test_values_are_those_of_a_numpy_forward_pass(
         assert np.abs(before_rope.layers[i].values - layer.values).max() == 0
 
 
+@pytest.mark.hazard("N30")
 @pytest.mark.parametrize("kind", ERROR)
 def test_floats_written_back_are_the_bits_that_were_there(
     h64: tuple[LlamaModel, LedgerLlama], kind: str

@@ -164,6 +164,7 @@ CHANGES: dict[str, Callable[[LlamaContext], object]] = {
 }
 
 
+@pytest.mark.hazard("N29")
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_change_ends_a_view(model: LlamaModel, change: str) -> None:
     ctx = context(model)
@@ -220,6 +221,7 @@ def test_what_only_reads_leaves_views_alone(model: LlamaModel) -> None:
     assert np.array_equal(view, ctx.kv(0).layers[0].keys)
 
 
+@pytest.mark.hazard("N29")
 def test_a_closed_context_ends_its_views(model: LlamaModel) -> None:
     ctx = context(model)
     view = first_keys(ctx)

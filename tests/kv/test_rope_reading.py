@@ -28,6 +28,7 @@ def settings(ctx: LlamaContext, layer: int, everywhere: bool) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.hazard("N50")
 @pytest.mark.parametrize("name", NAMES)
 def test_copies_in_the_reserved_graph_hide_nothing(name: str, make_context: Contexts) -> None:
     """With a device that takes single operations, the scheduler stores copies there."""

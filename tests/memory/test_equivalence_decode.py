@@ -123,6 +123,7 @@ def test_a_token_of_several_sequences_counts_in_each(case: Case, bench: MakeBenc
     b.check()
 
 
+@pytest.mark.hazard("D12")
 @pytest.mark.parametrize("case", [case for case in CASES if not case.info.bounded], ids=str)
 def test_a_sequence_may_begin_anywhere(case: Case, bench: MakeBench) -> None:
     b = bench(case)

@@ -61,6 +61,7 @@ def test_a_copy_of_all_goes_on_as_its_source(case: Case, bench: MakeBench) -> No
     b.check(n=2)
 
 
+@pytest.mark.hazard("N26")
 @every_case
 def test_forks_that_diverge_stay_apart(case: Case, bench: MakeBench) -> None:
     b = bench(case)
@@ -79,6 +80,7 @@ def test_forks_that_diverge_stay_apart(case: Case, bench: MakeBench) -> None:
     b.check()
 
 
+@pytest.mark.hazard("M10")
 @every_case
 def test_a_copy_replaces_what_its_destination_held(case: Case, bench: MakeBench) -> None:
     b = bench(case)

@@ -59,6 +59,7 @@ def test_a_shifted_sequence_can_be_copied_cut_and_dropped(case: Case, bench: Mak
     b.check()
 
 
+@pytest.mark.hazard("M32")
 @shiftable_case
 def test_cells_that_another_sequence_shares_are_not_shifted(case: Case, bench: MakeBench) -> None:
     b = bench(case)
@@ -76,6 +77,7 @@ def test_cells_that_another_sequence_shares_are_not_shifted(case: Case, bench: M
     b.check()
 
 
+@pytest.mark.hazard("M30")
 @shiftable_case
 def test_impossible_shifts_are_refused_and_change_nothing(case: Case, bench: MakeBench) -> None:
     b = bench(case)
@@ -118,11 +120,12 @@ def test_a_part_of_a_state_is_not_shifted(case: Case, bench: MakeBench) -> None:
     b.check()
 
 
+@pytest.mark.hazard("M23", "M24", "M25", "N262")
 @pytest.mark.parametrize("case", [c for c in CASES if not c.info.can_shift], ids=str)
 def test_what_llama_cpp_cannot_rotate_is_refused_before_it_aborts(
     case: Case, bench: MakeBench
 ) -> None:
-    # M23 and M25: M-RoPE aborts at once, a cache without rotary layers at the next decode.
+    # M-RoPE aborts at once, a cache without rotary layers at the next decode.
     b = bench(case)
     b.feed(0, 20)
     assert b.ctx.kv_cache_can_shift() is False

@@ -69,6 +69,7 @@ def test_how_many_cells_a_decode_attends_over(
     assert ctx.native.n_cells_spanned == (40 if unified else 20)
 
 
+@pytest.mark.hazard("M39")
 @fast_only("llama.cpp's shift begins the search for cells at 0 again: such a rewind is refused")
 def test_a_shift_does_not_send_decodes_over_what_a_rewind_needs(
     make_context: Callable[..., LlamaContext],

@@ -63,6 +63,7 @@ def test_rows_go_with_the_last_sequence_that_holds_them(case: Case, bench: MakeB
     ctx.logits()
 
 
+@pytest.mark.hazard("N44")
 @pytest.mark.parametrize("case", PARTIAL, ids=str)
 def test_a_rewind_takes_the_rows_above_it(case: Case, bench: MakeBench) -> None:
     b = bench(case)
@@ -100,6 +101,7 @@ def test_rows_of_tokens_that_moved_are_gone(case: Case, bench: MakeBench) -> Non
     is_gone(b.ctx, one)
 
 
+@pytest.mark.hazard("N44")
 @pytest.mark.parametrize("case", STATES, ids=str)
 def test_rows_of_what_a_state_replaced_are_gone(case: Case, bench: MakeBench) -> None:
     b = bench(case)

@@ -39,8 +39,9 @@ def test_each_class_is_known_by_its_name(make_context: Any, name: str) -> None:
     assert info.can_copy_partial == info.can_remove_partial == MODELS[name].can_remove_partial
 
 
+@pytest.mark.hazard("D16")
 @bounded_case
-def test_d16_positions_begin_at_0_and_end_with_the_context(case: Case, bench: MakeBench) -> None:
+def test_positions_begin_at_0_and_end_with_the_context(case: Case, bench: MakeBench) -> None:
     # Elsewhere an assertion, or memory for all positions up to this one.
     b = bench(case)
     for start in (1, 5, 255, 256, 100_000, 2**31 - 100):
@@ -61,8 +62,9 @@ def test_d16_positions_begin_at_0_and_end_with_the_context(case: Case, bench: Ma
     b.check()
 
 
+@pytest.mark.hazard("D18", "D19")
 @bounded_case
-def test_d18_and_d19_a_token_of_several_sequences_is_refused(case: Case, bench: MakeBench) -> None:
+def test_a_token_of_several_sequences_is_refused(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     b.feed(0, 10)
     both = np.tile(np.array([1, 2], np.int32), (3, 1))
@@ -89,6 +91,7 @@ def test_keys_alone_are_refused_and_states_of_an_unknown_layout(
     b.check()
 
 
+@pytest.mark.hazard("N25")
 @bounded_case
 def test_a_copy_does_not_depend_on_what_happens_to_its_source(case: Case, bench: MakeBench) -> None:
     # Compressed rows of a removed source are cleared at once, pending copies come later.
@@ -103,6 +106,7 @@ def test_a_copy_does_not_depend_on_what_happens_to_its_source(case: Case, bench:
     b.check(n=2)
 
 
+@pytest.mark.hazard("N26")
 def test_blocks_of_cells_need_a_pool_for_each_sequence(model: Any) -> None:
     one = model("qwen4exp")
     with pytest.raises(ContextCreateError, match="kv_unified=False"):

@@ -112,6 +112,7 @@ def test_the_context_shift_of_endless_generation(name: str, unified: bool, twin:
         t.decode(0, 17)
 
 
+@pytest.mark.hazard("M38")
 @shifting
 @pytest.mark.parametrize("d", [2, 3, 7, 255])
 def test_division_turns_keys_the_right_way(
@@ -195,6 +196,7 @@ def test_a_division_puts_later_cells_before_earlier_ones(
     t.decode(0, 2)
 
 
+@pytest.mark.hazard("M33")
 @shifting
 def test_moves_onto_other_cells_are_refused(name: str, unified: bool, twin: MakeTwin) -> None:
     t = twin(name, unified)

@@ -75,6 +75,7 @@ def test_flash_attention_sees_moved_keys(
     t.decode(0, 1)
 
 
+@pytest.mark.hazard("M26")
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])
 def test_bf16_keys_are_not_moved(
     unified: bool, make_context: Callable[..., LlamaContext], model_folder: Path

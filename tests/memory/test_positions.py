@@ -70,6 +70,7 @@ def error(last: int, facts: dict[str, Any]) -> float:
     return float(np.sqrt(np.mean(off**2, axis=1)).max())
 
 
+@pytest.mark.hazard("N46")
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("name", ["llama", "llama_h64", "llama3l"])
 def test_angles_are_right_up_to_the_last_position(
@@ -188,6 +189,7 @@ WAYS_IN: dict[str, Callable[[LlamaContext, int], Any]] = {
 }
 
 
+@pytest.mark.hazard("N46")
 @pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
 @pytest.mark.parametrize("way", WAYS_IN)
 def test_no_call_goes_past_the_last_position(make_context: Any, name: str, way: str) -> None:

@@ -67,6 +67,7 @@ def test_every_method_with_a_range_is_here() -> None:
     assert takes == {name.partition(" ")[0] for name in RANGED}
 
 
+@pytest.mark.hazard("N62")
 @pytest.mark.parametrize("name", RANGED)
 @pytest.mark.parametrize(("p0", "p1"), [(1, 0), (7, 3), (60, 50), (INT32_MAX, 0), (2, 1)])
 def test_a_range_that_runs_backwards_is_refused(
@@ -162,6 +163,7 @@ def test_the_sequence_is_looked_at_first(ctx: LlamaContext) -> None:
             call(*args, 2**31, 7, 3)  # type: ignore[operator]
 
 
+@pytest.mark.hazard("N62")
 @pytest.mark.parametrize("case", BY_NAME)
 def test_every_memory_agrees_on_what_is_nothing_and_what_is_backwards(
     case: str, bench: MakeBench

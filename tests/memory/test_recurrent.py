@@ -1,7 +1,4 @@
-"""Recurrent and hybrid memory: whole sequences, wherever llama.cpp pretends to do parts.
-
-The rows of the hazards reference are named where llama.cpp is silently wrong.
-"""
+"""Recurrent and hybrid memory: whole sequences, wherever llama.cpp pretends to do parts."""
 
 from __future__ import annotations
 
@@ -21,8 +18,9 @@ shifting_case = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.hazard("M2")
 @whole_case
-def test_m2_all_sequences_can_be_removed(case: Case, bench: MakeBench) -> None:
+def test_all_sequences_can_be_removed(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     for seq in range(4):
         b.feed(seq, 10)
@@ -34,8 +32,9 @@ def test_m2_all_sequences_can_be_removed(case: Case, bench: MakeBench) -> None:
     b.check()
 
 
+@pytest.mark.hazard("M4")
 @whole_case
-def test_m4_a_bad_id_wipes_nothing(case: Case, bench: MakeBench) -> None:
+def test_a_bad_id_wipes_nothing(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     b.feed(0, 10)
     b.feed(3, 10)
@@ -47,8 +46,9 @@ def test_m4_a_bad_id_wipes_nothing(case: Case, bench: MakeBench) -> None:
     b.check()
 
 
+@pytest.mark.hazard("M12", "M13", "M14")
 @whole_case
-def test_m12_and_m13_a_part_is_not_copied(case: Case, bench: MakeBench) -> None:
+def test_a_part_is_not_copied(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     b.feed(0, 20)
     b.feed(1, 9)
@@ -67,8 +67,9 @@ def test_m12_and_m13_a_part_is_not_copied(case: Case, bench: MakeBench) -> None:
     b.check()
 
 
+@pytest.mark.hazard("M16", "M17", "M19")
 @whole_case
-def test_m16_m17_and_m19_a_part_is_not_removed(case: Case, bench: MakeBench) -> None:
+def test_a_part_is_not_removed(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     b.feed(0, 20)
     b.ctx.copy_kv_cache_seq(0, 1)
@@ -88,8 +89,9 @@ def test_m16_m17_and_m19_a_part_is_not_removed(case: Case, bench: MakeBench) -> 
     b.check()
 
 
+@pytest.mark.hazard("M10", "M11")
 @whole_case
-def test_m10_and_m11_a_copy_replaces_both_parts(case: Case, bench: MakeBench) -> None:
+def test_a_copy_replaces_both_parts(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     b.feed(0, 10)
     b.feed(1, 25)
@@ -119,8 +121,9 @@ def test_forks_of_forks_share_no_state(case: Case, bench: MakeBench) -> None:
     b.check(n=2)
 
 
+@pytest.mark.hazard("M22")
 @whole_case
-def test_m22_keep_drops_both_parts(case: Case, bench: MakeBench) -> None:
+def test_keep_drops_both_parts(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     b.feed(0, 10)
     for dst in (1, 2, 3):
@@ -135,8 +138,9 @@ def test_m22_keep_drops_both_parts(case: Case, bench: MakeBench) -> None:
     b.check()
 
 
+@pytest.mark.hazard("M30", "M31")
 @shifting_case
-def test_m31_a_shift_below_zero_is_refused(case: Case, bench: MakeBench) -> None:
+def test_a_shift_below_zero_is_refused(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     b.feed(0, 10)
     for delta in (-1, -10, -11, -(2**31), 2**31 - 5, 2**31 - 1):
@@ -193,8 +197,9 @@ def test_a_copy_of_a_shifted_state_has_its_position(case: Case, bench: MakeBench
     b.check()
 
 
+@pytest.mark.hazard("D17")
 @whole_case
-def test_d17_a_token_of_several_sequences_is_refused(case: Case, bench: MakeBench) -> None:
+def test_a_token_of_several_sequences_is_refused(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     b.feed(0, 5)
     b.ctx.copy_kv_cache_seq(0, 1)

@@ -1,7 +1,7 @@
 """Stepping recurrent states back (``n_rs_seq``): right after any order of calls, or refused.
 
 llama.cpp keeps the states after the last tokens of a step, goes back to others as well, and leaves
-a step back for the next decode, where copies, shared and saved states go wrong (M15, M18, S20).
+a step back for the next decode, where copies, shared and saved states go wrong.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def test_the_last_tokens_of_a_decode_can_be_taken_back(case: Case, bench: MakeBe
     b.check(n=2)
 
 
+@pytest.mark.hazard("N140")
 @rollback_case
 def test_what_no_step_has_kept_is_refused(case: Case, bench: MakeBench) -> None:
     """llama.cpp would go back to a state of other tokens, and say that all is well."""
@@ -74,6 +75,7 @@ def test_what_no_step_has_kept_is_refused(case: Case, bench: MakeBench) -> None:
     b.check(n=2)
 
 
+@pytest.mark.hazard("N140")
 @rollback_case
 def test_steps_back_add_up(case: Case, bench: MakeBench) -> None:
     b = bench(case, n_rs_seq=BACK)
@@ -86,9 +88,10 @@ def test_steps_back_add_up(case: Case, bench: MakeBench) -> None:
     b.check(n=2)
 
 
+@pytest.mark.hazard("M15", "M18")
 @rollback_case
 def test_copies_and_steps_back_leave_each_other_alone(case: Case, bench: MakeBench) -> None:
-    """M15, M18: a copy after a step back, and a step back of a state that is shared."""
+    """A copy after a step back, and a step back of a state that is shared."""
     b = bench(case, n_rs_seq=BACK)
     b.feed(0, 14)
     step_back(b, 0, 1)
@@ -102,11 +105,12 @@ def test_copies_and_steps_back_leave_each_other_alone(case: Case, bench: MakeBen
     b.check(0, n=2)
 
 
+@pytest.mark.hazard("S20")
 @rollback_case
 def test_states_after_steps_back_are_true(
     case: Case, bench: MakeBench, make_context: Callable[..., LlamaContext]
 ) -> None:
-    """S20: sequences that shared a state, and went back by different numbers of tokens."""
+    """Sequences that shared a state, and went back by different numbers of tokens."""
     b = bench(case, n_rs_seq=BACK)
     b.feed(0, 14)
     b.ctx.copy_kv_cache_seq(0, 1)
@@ -244,9 +248,10 @@ def test_models_that_keep_no_earlier_states_are_refused(
     assert (caught.value.parameter, caught.value.value, caught.value.limit) == ("n_rs_seq", 2, 0)
 
 
+@pytest.mark.hazard("D31")
 @rollback_case
 def test_a_step_has_to_be_longer(case: Case, make_context: Callable[..., LlamaContext]) -> None:
-    """D31: ggml ends the process in the first decode."""
+    """ggml ends the process in the first decode."""
     options = case.options | {"n_ubatch": 6, "n_batch": 64}
     for n in (5, 6, 60):
         with pytest.raises(ContextCreateError, match="n_ubatch") as caught:

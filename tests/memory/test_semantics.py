@@ -56,6 +56,7 @@ BY_SEQUENCE: dict[str, Callable[[LlamaContext, int], object]] = {
 }
 
 
+@pytest.mark.hazard("M37")
 @every_case
 def test_negative_positions_are_position_errors(case: Case, bench: MakeBench) -> None:
     b = bench(case).with_two()
@@ -85,6 +86,7 @@ def test_positions_past_int32_have_their_own_errors(case: Case, bench: MakeBench
     b.check()
 
 
+@pytest.mark.hazard("M1", "M3", "M4", "M5")
 @every_case
 def test_sequence_ids_out_of_range_are_errors_save_for_queries(
     case: Case, bench: MakeBench
@@ -148,6 +150,7 @@ def test_shifts_by_zero_and_divisions_by_one(case: Case, bench: MakeBench) -> No
     b.check()
 
 
+@pytest.mark.hazard("M28", "M29")
 @every_case
 def test_divisors_outside_1_to_255_are_value_errors(case: Case, bench: MakeBench) -> None:
     b = bench(case).with_two()
@@ -199,6 +202,7 @@ def test_division_may_collide_inside_its_range_only(bench: MakeBench) -> None:
     assert (b.ctx.kv_cache_seq_pos_min(0), b.ctx.kv_cache_seq_pos_max(0)) == (1, 22)
 
 
+@pytest.mark.hazard("M36")
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])
 def test_a_model_without_memory_refuses_and_answers_minus_one(
     unified: bool, make_context: Callable[..., LlamaContext]

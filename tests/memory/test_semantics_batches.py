@@ -42,6 +42,7 @@ REFUSED: dict[str, Rows] = {
 }
 
 
+@pytest.mark.hazard("D4", "D5", "D6", "D11", "D13", "D14", "D15")
 @every_case
 def test_bad_batches_are_refused_before_the_call(case: Case, bench: MakeBench) -> None:
     b = bench(case)
@@ -65,6 +66,7 @@ def test_bad_batches_are_refused_before_the_call(case: Case, bench: MakeBench) -
     b.check()
 
 
+@pytest.mark.hazard("D20")
 @every_case
 def test_tokens_of_diverged_sequences_are_refused(case: Case, bench: MakeBench) -> None:
     b = bench(case)
@@ -112,6 +114,7 @@ def test_coupled_tokens_count_in_each_or_are_refused(case: Case, bench: MakeBenc
     b.check()
 
 
+@pytest.mark.hazard("D1")
 @every_case
 def test_batches_beyond_n_batch_are_split(case: Case, bench: MakeBench) -> None:
     b = bench(case, n_batch=20, n_ubatch=20)
@@ -132,6 +135,7 @@ def test_batches_beyond_n_batch_are_split(case: Case, bench: MakeBench) -> None:
     b.check()
 
 
+@pytest.mark.hazard("D2")
 def test_what_must_be_computed_at_once_is_not_split(
     make_context: Callable[..., LlamaContext],
 ) -> None:
@@ -141,6 +145,7 @@ def test_what_must_be_computed_at_once_is_not_split(
     ctx.decode(np.arange(16))
 
 
+@pytest.mark.hazard("D21")
 @pytest.mark.parametrize("case", [c for c in CASES if c.info.memory != "recurrent"], ids=str)
 def test_what_a_full_cache_refuses_changes_nothing(case: Case, bench: MakeBench) -> None:
     b = bench(case, n_ctx=256 if case.unified else 1024, n_batch=20, n_ubatch=20)
@@ -162,6 +167,7 @@ def test_what_a_full_cache_refuses_changes_nothing(case: Case, bench: MakeBench)
     b.check()
 
 
+@pytest.mark.hazard("D23", "D33", "D34")
 @every_case
 def test_logits_need_a_decode(case: Case, bench: MakeBench) -> None:
     b = bench(case)

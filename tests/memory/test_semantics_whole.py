@@ -64,6 +64,7 @@ def test_a_covering_removal_always_succeeds(case: Case, bench: MakeBench) -> Non
         b.check()
 
 
+@pytest.mark.hazard("M2")
 @every_case
 def test_all_sequences_can_be_removed_at_once(case: Case, bench: MakeBench) -> None:
     b = bench(case).with_two()

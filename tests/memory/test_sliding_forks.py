@@ -1,6 +1,6 @@
 """Forks of a window cache that has slid: right, or full, and nothing else.
 
-Cells that several sequences hold are not reused by the window (hazard M34).
+Cells that several sequences hold are not reused by the window.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ def test_a_prefix_of_a_slid_window_is_right_or_refused(
     b.check(0)
 
 
+@pytest.mark.hazard("M34")
 def test_forks_of_a_long_prefix_fill_the_window_and_nothing_else(bench: MakeBench) -> None:
-    # Cells that several sequences hold are not reused by the window (hazard M34).
+    # Cells that several sequences hold are not reused by the window.
     b = bench(SLIDING[0])
     b.feed(0, 200)
     for seq in (1, 2, 3):

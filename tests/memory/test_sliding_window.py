@@ -49,6 +49,7 @@ def test_the_window_drops_what_it_may_and_says_so(case: Case, bench: MakeBench) 
     assert sorted(base.pos[base.members[:, 0]]) == [*range(400)]
 
 
+@pytest.mark.hazard("M20", "M39")
 @pytest.mark.parametrize(
     ("case", "shifted"),
     [*((c, False) for c in [*SLIDING, *FULL]), *((c, True) for c in FULL)],
@@ -121,6 +122,7 @@ def test_a_rewound_window_can_slide_on(case: Case, bench: MakeBench) -> None:
         b.check()
 
 
+@pytest.mark.hazard("M27")
 @sliding_case
 def test_shifts_of_a_window_that_dropped_cells_are_refused(case: Case, bench: MakeBench) -> None:
     b = bench(case)

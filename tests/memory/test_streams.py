@@ -1,7 +1,4 @@
-"""With ``kv_unified=False`` each sequence has a stream; the calls mean what they always mean.
-
-The rows of the hazards reference are named where llama.cpp aborts or is wrong.
-"""
+"""With ``kv_unified=False`` each sequence has a stream; the calls mean what they always mean."""
 
 from __future__ import annotations
 
@@ -22,8 +19,9 @@ stream_partial_case = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.hazard("M7")
 @stream_partial_case
-def test_m7_a_part_is_not_copied_to_another_stream(case: Case, bench: MakeBench) -> None:
+def test_a_part_is_not_copied_to_another_stream(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     b.feed(0, 20)
     b.feed(1, 9)
@@ -39,8 +37,9 @@ def test_m7_a_part_is_not_copied_to_another_stream(case: Case, bench: MakeBench)
     b.check()
 
 
+@pytest.mark.hazard("M8")
 @stream_case
-def test_m8_ranges_near_the_cache_size_mean_what_they_say(case: Case, bench: MakeBench) -> None:
+def test_ranges_near_the_cache_size_mean_what_they_say(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     size = b.ctx.n_ctx_seq
     b.feed(0, 20)
@@ -62,8 +61,9 @@ def test_m8_ranges_near_the_cache_size_mean_what_they_say(case: Case, bench: Mak
         b.check()
 
 
+@pytest.mark.hazard("M9")
 @stream_case
-def test_m9_an_end_of_int32_max_is_the_end(case: Case, bench: MakeBench) -> None:
+def test_an_end_of_int32_max_is_the_end(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     b.feed(0, 20)
     b.ctx.copy_kv_cache_seq(0, 1, 0, 2**31 - 1)
@@ -72,8 +72,9 @@ def test_m9_an_end_of_int32_max_is_the_end(case: Case, bench: MakeBench) -> None
     b.check()
 
 
+@pytest.mark.hazard("M11")
 @stream_case
-def test_m11_copying_an_empty_stream_empties_both_parts(case: Case, bench: MakeBench) -> None:
+def test_copying_an_empty_stream_empties_both_parts(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     b.feed(1, 20)
     b.ctx.copy_kv_cache_seq(0, 1)
@@ -84,8 +85,9 @@ def test_m11_copying_an_empty_stream_empties_both_parts(case: Case, bench: MakeB
     b.check()
 
 
+@pytest.mark.hazard("M21", "M22")
 @stream_case
-def test_m21_and_m22_keep_reaches_every_stream(case: Case, bench: MakeBench) -> None:
+def test_keep_reaches_every_stream(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     for seq in range(4):
         b.feed(seq, 10)
@@ -97,8 +99,9 @@ def test_m21_and_m22_keep_reaches_every_stream(case: Case, bench: MakeBench) -> 
     b.check()
 
 
+@pytest.mark.hazard("D17")
 @stream_case
-def test_d17_a_token_of_several_sequences_is_refused(case: Case, bench: MakeBench) -> None:
+def test_a_token_of_several_sequences_is_refused(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     b.feed(0, 5)
     with pytest.raises(UnsupportedOperation, match="kv_unified"):
@@ -160,6 +163,7 @@ def test_a_copy_does_not_follow_its_source(case: Case, bench: MakeBench) -> None
         b.check(1, 0)
 
 
+@pytest.mark.hazard("N244")
 @pytest.mark.not_on_a_device(reason="a decode is stopped between its parts alone")
 @pytest.mark.parametrize("n", [1, 2, 7])
 @stream_case
@@ -224,10 +228,11 @@ def test_a_pending_copy_and_a_pending_shift_together(case: Case, bench: MakeBenc
         b.check()
 
 
+@pytest.mark.hazard("M6")
 def test_ids_end_at_n_seq_max_also_with_one_sequence(
     make_context: Callable[..., LlamaContext],
 ) -> None:
-    # M6: llama.cpp takes ids up to 255 here, and leaks the cells of such ghosts.
+    # llama.cpp takes ids up to 255 here, and leaks the cells of such ghosts.
     for unified in (True, False):
         ctx = make_context("llama", n_seq_max=1, kv_unified=unified)
         ctx.decode([5, 6, 7])

@@ -96,6 +96,7 @@ def test_a_name_that_is_not_there_is_an_error_at_every_import(name: str) -> None
     assert all(choice in first for choice in CHOICES)
 
 
+@pytest.mark.hazard("N70")
 @x86
 @pytest.mark.parametrize(("processor", "lacks"), [("Nehalem", "avx"), ("Haswell", "avx512f")])
 def test_another_processor_is_served_or_refused(processor: str, lacks: str) -> None:

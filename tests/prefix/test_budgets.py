@@ -59,6 +59,7 @@ def test_another_question_costs_no_more_with_more_memory(at: int, make_context: 
     assert before[2] <= 6 + 3 - 1 + (size if before[1] > 9 else 0)
 
 
+@pytest.mark.hazard("N93")
 @pytest.mark.parametrize("at", range(len(EVERY_SERVED)), ids=map(str, EVERY_SERVED))
 def test_what_is_in_use_or_pinned_never_leaves(
     at: int, make_context: Make, fresh_logits: Fresh

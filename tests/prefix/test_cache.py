@@ -152,6 +152,7 @@ def test_what_was_shifted_is_given_to_nobody(make_context: Make, fresh_logits: F
             sequence.close()
 
 
+@pytest.mark.hazard("N92")
 def test_namespaces_share_nothing(make_context: Make) -> None:
     ctx = make_context("llama", n_seq_max=4)
     cache = PrefixCache(ctx, block_size=SIZE, namespace="a")
@@ -166,6 +167,7 @@ def test_namespaces_share_nothing(make_context: Make) -> None:
     assert cache.sequence(tokens).reuse.evaluated == 40
 
 
+@pytest.mark.hazard("N91")
 def test_bytes_are_bounded_and_accounted(make_context: Make, fresh_logits: Fresh) -> None:
     ctx = make_context("llama", n_ctx=512, n_seq_max=2)
     cell = ctx.native.block_bytes()

@@ -77,6 +77,7 @@ def trace(rng: np.random.Generator) -> Iterator[Callable[[list[Tokens]], Tokens]
             yield lambda texts: steps[-1]
 
 
+@pytest.mark.hazard("N90")
 @pytest.mark.parametrize("case", EVERY_SERVED, ids=str)
 def test_evaluates_what_the_oracle_says(
     case: Case, make_context: Make, fresh_logits: Fresh

@@ -35,6 +35,7 @@ SHORT = (
 CHOSEN = tuple(case for case in EVERY_SERVED if IS_LONG or str(case) in SHORT)
 
 
+@pytest.mark.hazard("N69", "N90", "N91", "N92")
 @pytest.mark.parametrize("case", CHOSEN, ids=str)
 def test_random_programs(case: Case, make_context: Make) -> None:
     fresh = cleared_runs(make_context(case.name, n_seq_max=1))
@@ -46,6 +47,7 @@ def test_random_programs(case: Case, make_context: Make) -> None:
     assert not IS_LONG or set(taken) == set(STEPS)
 
 
+@pytest.mark.hazard("N69")
 @pytest.mark.parametrize("name", ["llama", "jamba"])
 def test_threads_share_a_cache(name: str, make_context: Make) -> None:
     ctx = make_context(name, n_seq_max=4)

@@ -51,6 +51,7 @@ def abort_once(make: Callable[[], LlamaContext], batch: LlamaBatch) -> LlamaCont
     pytest.skip("no abort came in time on this machine")
 
 
+@pytest.mark.hazard("N1")
 @pytest.mark.parametrize("rows", [[0, 1], [1, 0]], ids=["ascending", "descending"])
 def test_aborted_coupled_tokens_are_taken_back_for_every_sequence(
     make_context: MakeContext, fresh_logits: Fresh, rows: list[int]
@@ -71,6 +72,7 @@ def test_aborted_coupled_tokens_are_taken_back_for_every_sequence(
         assert apart(ctx.logits(), fresh_logits("llama", [*held, 9])) < RIGHT
 
 
+@pytest.mark.hazard("N2")
 @pytest.mark.parametrize(
     ("name", "order", "batch", "victim"),
     [
@@ -108,6 +110,7 @@ def test_aborted_decode_does_not_damage_a_sequence_beside_it_in_silence(
     assert apart(ctx.logits(), fresh_logits(name, [*words(12, victim), 9])) < RIGHT
 
 
+@pytest.mark.hazard("N4")
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mamba", "jamba", "lfm2", "lfm2_swa"])
@@ -127,6 +130,7 @@ def test_pooled_embeddings_of_unequal_sequences(
         assert apart(ctx.seq_embeddings(seq), alone.seq_embeddings()) < RIGHT
 
 
+@pytest.mark.hazard("N4")
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "jamba", "lfm2_swa"])
 def test_non_causal_sequences_of_unequal_length(
@@ -147,6 +151,7 @@ def test_non_causal_sequences_of_unequal_length(
         assert apart(ctx.logits(i), alone.logits(i)) < RIGHT
 
 
+@pytest.mark.hazard("N8")
 def test_resting_sequence_whose_window_cells_are_all_recycled(
     make_context: MakeContext, fresh_logits: Fresh, model: Callable[..., Any]
 ) -> None:
@@ -163,6 +168,7 @@ def test_resting_sequence_whose_window_cells_are_all_recycled(
     assert apart(ctx.logits(), wanted) < 5 * RIGHT
 
 
+@pytest.mark.hazard("N3")
 @pytest.mark.parametrize(
     ("name", "seed", "options"),
     [

@@ -22,6 +22,7 @@ def words(n: int, seed: int = 0) -> NDArray[np.int32]:
     return np.random.default_rng(seed).integers(5, 57, n).astype(np.int32)
 
 
+@pytest.mark.hazard("N6")
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last", "rank"])
 @pytest.mark.parametrize("embeddings", [True, False])
 def test_encoder_output_is_never_pooled(
@@ -31,6 +32,7 @@ def test_encoder_output_is_never_pooled(
         make_context("t5", pooling_type=pooling, embeddings=embeddings)
 
 
+@pytest.mark.hazard("N5")
 def test_copy_between_sequences_of_different_inputs_cannot_go_on(make_context: MakeContext) -> None:
     ctx = make_context("t5")
     ctx.clear_kv_cache()
@@ -45,6 +47,7 @@ def test_copy_between_sequences_of_different_inputs_cannot_go_on(make_context: M
     ctx.decode([11])
 
 
+@pytest.mark.hazard("N7")
 def test_encoding_leaves_no_logits(make_context: MakeContext) -> None:
     ctx = make_context("t5")
     for _ in range(2):  # the second time the rows of a decode are still in the buffer
@@ -56,6 +59,7 @@ def test_encoding_leaves_no_logits(make_context: MakeContext) -> None:
         ctx.encode(words(5))
 
 
+@pytest.mark.hazard("N9")
 @pytest.mark.parametrize("name", ["llama", "bert", "mamba"])
 def test_rank_needs_a_classifier(make_context: MakeContext, name: str) -> None:
     with pytest.raises(ContextCreateError, match="classifier"):

@@ -31,6 +31,7 @@ def shifted_and_fresh(model: LlamaModel, **options: Any) -> tuple[LlamaContext, 
     return moved, fresh
 
 
+@pytest.mark.hazard("N23")
 @pytest.mark.parametrize("times", [1, 3])
 def test_yarn_does_not_stretch_the_keys_with_each_shift(model_folder: Path, times: int) -> None:
     model = LlamaModel(make_model("llama", model_folder))
@@ -47,6 +48,7 @@ def test_yarn_does_not_stretch_the_keys_with_each_shift(model_folder: Path, time
     assert np.abs(moved.logits() - fresh.logits()).max() < RIGHT
 
 
+@pytest.mark.hazard("N21")
 def test_quantised_keys_without_a_hadamard_matrix_are_not_moved(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,6 +81,7 @@ def partly_rotated(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.hazard("N22")
 def test_partly_rotated_keys_are_moved_rightly_or_not_at_all(tmp_path: Path) -> None:
     model = LlamaModel(partly_rotated(tmp_path))
     moved, fresh = shifted_and_fresh(model)
@@ -101,6 +104,7 @@ def smollm3(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.hazard("N24")
 def test_layers_that_the_graph_does_not_rotate_are_not_rotated_by_a_shift(tmp_path: Path) -> None:
     ctx = LlamaContext(LlamaModel(smollm3(tmp_path)), n_ctx=256, n_threads=1, **EXACT)
     assert [ctx.native.rope(layer) is None for layer in range(4)] == [False, False, False, True]
@@ -135,6 +139,7 @@ def hunyuan(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.hazard("N24")
 def test_keys_that_were_weighed_after_their_rotation_are_not_moved(tmp_path: Path) -> None:
     ctx = LlamaContext(LlamaModel(hunyuan(tmp_path)), n_ctx=256, n_threads=1, **EXACT)
     ctx.decode(WORDS)

@@ -41,6 +41,7 @@ def test_forks_after_evaluate_share_the_whole_prompt(
         assert ctx.tokens_evaluated - before <= 4 * 3 + (0 if ctx.native.has_rest else 4)
 
 
+@pytest.mark.hazard("N144")
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mamba", "jamba"])
 def test_forks_without_an_id_share_one_state(
     name: str, make_context: Callable[..., LlamaContext], fresh_logits: Callable[..., Logits]

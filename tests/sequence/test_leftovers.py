@@ -10,6 +10,7 @@ from pykvcache import LlamaSequence, PrefixCache
 SERVED = tuple(case for case in CASES if case.has_states)
 
 
+@pytest.mark.hazard("N64")
 @pytest.mark.parametrize("case", SERVED, ids=str)
 def test_checkpoints_of_tokens_that_are_gone_are_not_gone_back_to(
     case: Case, make_context: Make, fresh_logits: Fresh
@@ -33,6 +34,7 @@ def test_checkpoints_of_tokens_that_are_gone_are_not_gone_back_to(
         sequence.close()
 
 
+@pytest.mark.hazard("N65")
 @pytest.mark.parametrize("case", SERVED, ids=str)
 def test_cells_changed_by_hand_are_not_parked(
     case: Case, make_context: Make, fresh_logits: Fresh
@@ -55,6 +57,7 @@ def test_cells_changed_by_hand_are_not_parked(
             sequence.close()
 
 
+@pytest.mark.hazard("N66")
 @pytest.mark.parametrize("case", [c for c in SERVED if c.info.can_shift], ids=str)
 @pytest.mark.parametrize("parked", [False, True])
 def test_shifted_cells_are_not_taken_for_those_of_new_tokens(

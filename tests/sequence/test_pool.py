@@ -139,6 +139,7 @@ def test_closing_the_context_closes_its_sequences(make_context: Make) -> None:
         LlamaSequence(ctx)
 
 
+@pytest.mark.hazard("N143")
 def test_models_without_what_it_needs_are_refused(make_context: Make) -> None:
     for name in ("bert", "t5"):
         with pytest.raises(UnsupportedOperation):

@@ -29,6 +29,7 @@ def ctx(make_context: Make) -> LlamaContext:
     return make_context("llama", n_ctx=256, n_seq_max=2)
 
 
+@pytest.mark.hazard("N100")
 def test_the_newest_generation_goes_on(ctx: LlamaContext) -> None:
     sequence = LlamaSequence(ctx, words(1, 9))
     older = sequence.generate(20, hot(1, ctx))
@@ -80,6 +81,7 @@ def test_the_same_from_two_threads(ctx: LlamaContext, fresh_logits: Fresh) -> No
     assert apart(sequence.logits(), fresh_logits("llama", sequence.tokens)) < 1e-3
 
 
+@pytest.mark.hazard("N100")
 def test_threads_share_one_generation(ctx: LlamaContext) -> None:
     sequence = LlamaSequence(ctx, words(1, 9))
     tokens = sequence.generate(60, hot(1, ctx))

@@ -103,6 +103,7 @@ assert state.save(sys.argv[3]) == size
 """
 
 
+@pytest.mark.hazard("S10")
 def test_a_file_that_finds_no_room_leaves_the_old_one_and_nothing_else(
     two: tuple[SequenceState, SequenceState], tmp_path: Path
 ) -> None:

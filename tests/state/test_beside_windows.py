@@ -23,6 +23,7 @@ def in_window(ctx: LlamaContext, seq_id: int) -> set[int]:
     return set(cells.pos[cells.members[:, seq_id]].tolist())
 
 
+@pytest.mark.hazard("N51")
 @pytest.mark.parametrize("name", ["gemma3", "lfm2_swa"])
 def test_a_restore_takes_only_what_no_sequence_sees_any_more(
     name: str, make_context: ContextFactory, fresh_logits: FreshLogits

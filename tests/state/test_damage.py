@@ -67,6 +67,7 @@ def reader(kind: str) -> Callable[[bytes], object]:
     return SequenceState.from_bytes if kind == "sequence" else ContextState.from_bytes
 
 
+@pytest.mark.hazard("S24")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_flipped_bits_are_found(
@@ -100,6 +101,7 @@ def test_flipped_bits_are_found(
     load(data)
 
 
+@pytest.mark.hazard("S8", "S9")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_truncation_is_found(
@@ -133,6 +135,7 @@ def test_every_truncation_is_found(
     assert ctx.get_state().tobytes() == before
 
 
+@pytest.mark.hazard("S29")
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_after_the_end_raise(kind: str, make_context: ContextFactory, tmp_path: Path) -> None:
     ctx = make_context("llama")

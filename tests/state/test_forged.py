@@ -360,7 +360,8 @@ def test_a_shape_of_many_dimensions_takes_no_time(make_context: ContextFactory) 
         SequenceState.from_bytes(len(text).to_bytes(8, "little") + text + b"x")
 
 
-def test_s21_two_states_of_one_recurrent_sequence_are_refused(make_context: ContextFactory) -> None:
+@pytest.mark.hazard("S21")
+def test_two_states_of_one_recurrent_sequence_are_refused(make_context: ContextFactory) -> None:
     """llama.cpp asserts that there is one."""
     ctx = make_context("mamba")
     ctx.decode(WORDS[:12])
@@ -373,7 +374,8 @@ def test_s21_two_states_of_one_recurrent_sequence_are_refused(make_context: Cont
         SequenceState.from_bytes(bad)
 
 
-def test_s22_a_name_of_four_gigabytes_is_refused(make_context: ContextFactory) -> None:
+@pytest.mark.hazard("S22")
+def test_a_name_of_four_gigabytes_is_refused(make_context: ContextFactory) -> None:
     """llama.cpp makes room for it first."""
     ctx = make_context("llama")
     ctx.decode(WORDS[:12])

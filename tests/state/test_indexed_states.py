@@ -34,9 +34,10 @@ def index_of(ctx: LlamaContext, state: np.ndarray[Any, Any], n: int) -> int:
     return found[0 if parts["attention"]["extended"] else 1]
 
 
+@pytest.mark.hazard("N270")
 @pytest.mark.parametrize("case", INDEXED, ids=str)
 def test_an_index_of_other_cells_is_refused(case: Case, bench: MakeBench) -> None:
-    """N270: it says which cells to attend to by their number."""
+    """It says which cells to attend to by their number."""
     b = bench(case)
     b.with_two()
     state = b.ctx.get_state(0)
@@ -56,11 +57,12 @@ def test_an_index_of_other_cells_is_refused(case: Case, bench: MakeBench) -> Non
     b.check(n=2)
 
 
+@pytest.mark.hazard("N271")
 @pytest.mark.parametrize("case", [c for c in INDEXED if c.info.can_remove_partial], ids=str)
 def test_a_state_past_the_end_of_the_context_is_refused(
     case: Case, bench: MakeBench, make_context: Make
 ) -> None:
-    """N271: a decode after such a position takes memory for all before it, or ends the process."""
+    """A decode after such a position takes memory for all before it, or ends the process."""
     b = bench(case, n_ctx=2048)
     b.ctx.decode(b.prompt(400), seq_id=0)
     if not b.ctx.clear_kv_cache_seq(0, 10, 350):
@@ -116,12 +118,13 @@ def test_a_parked_sequence_is_not_evaluated_again(case: Case, bench: MakeBench) 
     assert apart(row, b.fresh(tokens)) < case.tolerance
 
 
+@pytest.mark.hazard("N246")
 @pytest.mark.parametrize("wanted", ["q8_0", "f32"])
 @pytest.mark.parametrize(("name", "sizes"), [("glm5_next", {}), ("qwen4exp", {"n_embd": 256})])
 def test_rows_are_converted_as_the_graph_stores_them(
     name: str, sizes: dict[str, int], wanted: str, make_context: Make, model_folder: Path
 ) -> None:
-    """N246: the caches say of quantised keys that they are rotated; these graphs rotate none."""
+    """The caches say of quantised keys that they are rotated; these graphs rotate none."""
     model = LlamaModel(make_model(name, model_folder, **sizes))
     tokens = np.random.default_rng(3).integers(5, 250, 24)
     kinds = ("f32", "q8_0")
@@ -137,12 +140,13 @@ def test_rows_are_converted_as_the_graph_stores_them(
         assert apart(a.logits(), b.logits()) < 0.5
 
 
+@pytest.mark.hazard("N247")
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(
     "case", [c for c in INDEXED if not c.info.can_remove_partial and c.swa_full], ids=str
 )
 def test_a_state_with_gaps_is_refused(case: Case, whole: bool, bench: MakeBench) -> None:
-    """N247: a block is looked for among as many positions as there are cells."""
+    """A block is looked for among as many positions as there are cells."""
     b = bench(case, n_ctx=2048)
     b.with_two()
     state = b.ctx.get_state(None if whole else 0).copy()

@@ -115,6 +115,7 @@ def test_every_memory_goes_through_a_file(
     assert np.abs(next_logits(ctx, 1) - want).max() < case.tolerance
 
 
+@pytest.mark.hazard("S11", "S12")
 @pytest.mark.parametrize("name", ["llama", "mamba", "jamba"])
 def test_tokens_are_as_many_as_the_positions(
     name: str, make_context: ContextFactory, tmp_path: Path
@@ -228,6 +229,7 @@ def test_other_files_are_refused(taken: tuple[LlamaContext, bytes, bytes], tmp_p
             LlamaStateFile(raw)
 
 
+@pytest.mark.hazard("S8", "S9")
 @pytest.mark.parametrize("kind", ["sequence", "context"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "jamba"])
 def test_every_truncation_is_refused(

@@ -64,6 +64,7 @@ def test_the_other_model_is_named(
             source.load_sequence(tmp_path / "b", 0)
 
 
+@pytest.mark.hazard("S25")
 def test_another_model_of_the_same_shapes(
     model: ModelFactory, make_context: ContextFactory, tmp_path: Path
 ) -> None:
@@ -150,6 +151,7 @@ def test_other_rotations_of_some_layers(
         other.load_sequence(tmp_path / "a", 0)
 
 
+@pytest.mark.hazard("S26")
 def test_another_architecture(make_context: ContextFactory, tmp_path: Path) -> None:
     names = ("llama", "llama3l", "gemma3", "qwen2vl", "mamba", "jamba", "lfm2_swa")
     contexts = {name: make_context(name) for name in names}
@@ -163,6 +165,7 @@ def test_another_architecture(make_context: ContextFactory, tmp_path: Path) -> N
                     ctx.load_sequence(tmp_path / name, 1)
 
 
+@pytest.mark.hazard("S4", "S5", "S6")
 def test_streams_and_sequences_that_are_not_here(
     make_context: ContextFactory, tmp_path: Path
 ) -> None:
@@ -199,6 +202,7 @@ def test_streams_and_sequences_that_are_not_here(
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
+@pytest.mark.hazard("S7", "S27")
 @pytest.mark.parametrize("unified", [True, False])
 def test_no_room(unified: bool, make_context: ContextFactory, tmp_path: Path) -> None:
     big = make_context("llama", n_ctx=1024, n_seq_max=1)
@@ -220,6 +224,7 @@ def test_no_room(unified: bool, make_context: ContextFactory, tmp_path: Path) ->
     next_logits(small, 0)
 
 
+@pytest.mark.hazard("S13")
 def test_files_that_cannot_be_read_or_written(make_context: ContextFactory, tmp_path: Path) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:12])

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from conftest import ContextFactory
 
 
+@pytest.mark.hazard("S30")
 @forgetful
 def test_a_sequence_goes_back_to_every_state_that_was_taken(case: Case, bench: MakeBench) -> None:
     b = bench(case)

@@ -41,6 +41,7 @@ def test_a_state_that_begins_above_0_fits_the_same_tokens_elsewhere(
     assert apart(*rows) < case.tolerance
 
 
+@pytest.mark.hazard("N110")
 @pytest.mark.parametrize("case", [c for c in TAGGED if not c.info.bounded], ids=str)
 def test_a_sequence_that_begins_elsewhere_is_refused(case: Case, bench: MakeBench) -> None:
     b = bench(case)
@@ -54,6 +55,7 @@ def test_a_sequence_that_begins_elsewhere_is_refused(case: Case, bench: MakeBenc
     assert b.ctx.get_state(1).tobytes() == before
 
 
+@pytest.mark.hazard("N110")
 @pytest.mark.parametrize("case", [c for c in TAGGED if c.swa_full and c.info.n_swa], ids=str)
 def test_a_hole_is_refused_also_where_later_cells_make_up_for_it(
     case: Case, bench: MakeBench

@@ -199,6 +199,7 @@ def test_damaged_structure_changes_nothing(
     assert refused > 20
 
 
+@pytest.mark.hazard("S23")
 def test_a_negative_position_is_refused(make_context: ContextFactory) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:12])
@@ -226,6 +227,7 @@ MISFITS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.hazard("S7", "S27")
 @pytest.mark.parametrize("options", MISFITS.values(), ids=MISFITS)
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_state_of_another_memory_is_refused(
@@ -284,6 +286,7 @@ def test_a_full_cache_refuses_and_keeps_what_it_has(make_context: ContextFactory
             small.set_state(big.get_state(target), target)
 
 
+@pytest.mark.hazard("S28")
 def test_an_empty_state_empties(make_context: ContextFactory) -> None:
     for name in ("llama", "gemma3", "mamba", "jamba"):
         ctx = make_context(name)
@@ -296,6 +299,7 @@ def test_an_empty_state_empties(make_context: ContextFactory) -> None:
         assert held(ctx) == {}
 
 
+@pytest.mark.hazard("S32")
 def test_there_are_no_logits_after_a_restore(make_context: ContextFactory) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:10])

@@ -54,6 +54,7 @@ def refused(ctx: Any, state: Any, target: int | None) -> None:
     np.testing.assert_array_equal(ctx.logits(), row)
 
 
+@pytest.mark.hazard("N47", "N49")
 @pytest.mark.parametrize("case", STATES, ids=str)
 def test_values_that_are_not_numbers_are_refused(case: Case, make_context: Any) -> None:
     ctx = make_context(case.name, **case.options)
@@ -101,6 +102,7 @@ def test_every_type_of_cache(make_context: Any, kind: str) -> None:
         ctx.set_state(ctx.get_state(0), 1)
 
 
+@pytest.mark.hazard("N48")
 @pytest.mark.parametrize("flash", ["disabled", "enabled"])
 @pytest.mark.parametrize("kind", ["f32", "bf16"])
 def test_numbers_whose_products_overflow_are_refused(

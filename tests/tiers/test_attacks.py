@@ -22,6 +22,7 @@ from tiers.kit import clear_memory
 from tiers.test_tiers import SERVED, SIZE, WAIT, total, words
 
 
+@pytest.mark.hazard("N79")
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs SIGSTOP")
 def test_a_server_that_freezes_is_a_miss_and_soon_left_alone(
     make_context: Make, fresh_logits: Fresh, tmp_path: Path
@@ -80,6 +81,7 @@ def test_a_full_disk_is_a_counter(
     cache.close()
 
 
+@pytest.mark.hazard("N80")
 @pytest.mark.parametrize("case", SERVED[::2], ids=str)
 def test_random_programs_through_a_tier_equal_fresh_runs(
     case: Case, make_context: Make, fresh_logits: Fresh

@@ -21,6 +21,7 @@ def write(ctx: LlamaContext, tier: object, prompt: list[int]) -> None:
         cache.sequence(prompt).evaluate()
 
 
+@pytest.mark.hazard("N78")
 @pytest.mark.parametrize("name", ["llama", "jamba", "gemma3", "mamba"])
 def test_flipped_and_cut_files_are_misses(
     name: str, make_context: Make, fresh_logits: Fresh, tmp_path: Path
@@ -48,6 +49,7 @@ def test_flipped_and_cut_files_are_misses(
     assert rejected >= 4
 
 
+@pytest.mark.hazard("N78")
 @pytest.mark.parametrize("name", ["llama", "jamba", "gemma3"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_blocks_with_values_that_are_not_finite_are_misses(
@@ -119,6 +121,7 @@ class Raising(BlockStore):
     present = discard = lambda self, *_: self._answer()  # type: ignore[assignment]
 
 
+@pytest.mark.hazard("N79")
 @pytest.mark.parametrize("what", [OSError("no"), 10**9, -5, None, "x", RecursionError()], ids=repr)
 def test_a_store_that_raises_or_lies_costs_nothing_but_its_blocks(
     what: object, make_context: Make, fresh_logits: Fresh

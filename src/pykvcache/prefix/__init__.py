@@ -1,17 +1,17 @@
-"""The prefix cache: what was evaluated is kept, and every prompt begins with what is known of it.
+"""The prefix cache: keeps evaluated tokens, so that every prompt begins with its known prefix.
 
 ===================  =============================================================================
 `cache.py`           `PrefixCache`: makes the parts below, and checks what users pass
 `core.py`            `CacheCore`: the flow of a request through the parts
 `request.py`         `Request`: what a cache notes of a sequence
-`sequence.py`        `CachedSequence`: begins with what is known, and gives back what is new
+`sequence.py`        `CachedSequence`: begins with known tokens, and gives the cache its new ones
 `lookup.py`          what is known of a prompt, and the plan that follows
 `admission.py`       what is taken over of a sequence that closes
 `block_cache.py`     `BlockCache`: the tree, within a budget; one change at a time
 `tree.py`            `PrefixTree`: which tokens are known, with which cells; what leaves first
 `node.py`            `Node` and `Component`: attention cells, window cells, a state
 `match.py`           `Match`: what a lookup in the tree finds
-`plan.py`            `Offer` and `Plan`: what a sequence has, and what of it is missing
+`plan.py`            `Offer` and `Plan`: what a sequence has, and what the tree lacks
 `windows.py`         which window cells are of use
 `block_hash.py`      names of blocks: a hash chain over all tokens before
 `memory.py`          `CacheMemory`: the one seam to llama.cpp's memory

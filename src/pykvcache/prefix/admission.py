@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from pykvcache.errors import KvCacheError
-from pykvcache.prefix.block_cache import Actions, BlockCache
+from pykvcache.prefix.block_cache import BlockCache
 from pykvcache.prefix.match import Match
 from pykvcache.prefix.memory import Buffer, CacheMemory
 from pykvcache.prefix.node import EndState, Kind
@@ -121,7 +121,7 @@ class Admission:
         self._keep_logits = keep_logits
 
     def give(self, request: Request, *, is_last: bool = True) -> None:
-        """Keep what a request may give, and release what it holds if its sequence closes."""
+        """Keep the new tokens of a request; release its hold if its sequence closes."""
         cells, blocks, keep = request.cells, self._blocks, request.keep
         n = cells.n_fresh
         if keep is not None:
@@ -129,14 +129,14 @@ class Admission:
         wants = n > 0 and (blocks.max_bytes > 0 or self._link.has_tiers)
         source = self._source(request, n) if wants else None
         states: dict[int, EndState] = {}
-        with blocks.change() as actions:
+        with blocks.change():
             n = min(n, cells.n_fresh)  # what was parked may have been lost
             if source is not None and n:
                 tokens = cells.ledger.part(0, n).tobytes()
                 match = blocks.tree.match(tokens, request.space)
                 offer = source.offer(n, match, request, keep_logits=self._keep_logits)
                 if blocks.max_bytes:
-                    admit(blocks, source, tokens, match, request.space, offer, actions)
+                    admit(blocks, source, tokens, match, request.space, offer)
                 states = offer.states
             if wants and n and self._link.has_tiers:
                 tokens = cells.ledger.part(0, n).tobytes()
@@ -167,20 +167,19 @@ def admit(
     match: Match,
     namespace: str,
     offer: Offer,
-    actions: Actions,
     owner: object | None = None,
 ) -> None:
-    """Store what is missing of an offer; within a change. What cannot be read is not stored.
+    """Store the missing part of an offer, within a change. Unreadable cells are not stored.
 
     An owner holds all of it from then on, even above the budget.
     """
     plan = blocks.tree.plan(match, offer, is_limited=owner is None)
     if plan is None:
         return
-    holes = blocks.insert(tokens, plan, match, namespace, actions, owner)
+    holes = blocks.insert(tokens, plan, match, namespace, owner)
     try:
         for one in holes:
             n = one.n_missing
             one.chunks[:n] = source.read(one.kind, one.start, one.sizes[:n])
     except (KvCacheError, MemoryError):
-        blocks.abandon(holes, actions, owner)
+        blocks.abandon(holes, owner)

@@ -76,7 +76,7 @@ class BlockCache:
         self._events, self._memory = events, memory
         self._fixed_bytes = min(_FIXED_BYTES, max_bytes // 16)
         self._holds: dict[int, _Owned] = {}
-        self._is_changing = False
+        self._is_changing, self._actions = False, Actions()
         self.tree = self._new_tree()
 
     def _new_tree(self) -> PrefixTree:
@@ -85,8 +85,8 @@ class BlockCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all that is kept, overhead included."""
-        beside = self._fixed_bytes + self._events.nbytes + self._memory.free_bytes
-        return self.tree.used_bytes + beside
+        more = self._fixed_bytes + self._events.nbytes + self._memory.free_bytes
+        return self.tree.used_bytes + more
 
     @property
     def n_states(self) -> int:
@@ -108,7 +108,7 @@ class BlockCache:
         if self._is_changing:
             raise ReentryError("a policy called the cache in the middle of a call that asks it")
         self._is_changing = True
-        actions = Actions()
+        actions = self._actions = Actions()
         try:
             for key, owned in list(self._holds.items()):
                 if owned.owner() is None:  # dropped without a release
@@ -118,7 +118,7 @@ class BlockCache:
             if self._memory.free_bytes or self.tree.evicted_bytes:
                 self._trim()
         except BaseException:
-            self.drop_all(actions)
+            self._drop_all()
             raise
         finally:
             self._is_changing = False
@@ -140,7 +140,7 @@ class BlockCache:
             self.tree.evicted_bytes = 0
             lib.trim_memory()  # small chunks leave holes in the allocator's
 
-    def drop_all(self, actions: Actions) -> None:
+    def _drop_all(self) -> None:
         """Drop all that is kept, whatever state it is in."""
         self.removed = self.stored
         for node in list(self.tree.nodes()):
@@ -148,6 +148,7 @@ class BlockCache:
         self.tree = self._new_tree()
         self._holds.clear()
         self._memory.trim()
+        actions = self._actions
         actions.stored, actions.removed, actions.cleared = None, [], True
 
     # Looking up and using -----------------------------------------------------------------------
@@ -184,10 +185,9 @@ class BlockCache:
         plan: Plan,
         match: Match,
         namespace: str,
-        actions: Actions,
         owner: object | None = None,
     ) -> list[Component]:
-        """Insert what a plan says, within a change, and evict what leaves for it.
+        """Insert a plan, within a change, and evict to make room for it.
 
         The plan was made of that match. An owner holds all of it from then on.
 
@@ -198,7 +198,7 @@ class BlockCache:
         """
         tree, size = self.tree, self.shape.block_size
         known, n_removed = match.n // size, len(tree.removed)
-        # Before anything leaves: what was known may leave for what is new.
+        # Before the eviction: known blocks may leave for new ones.
         parent = match.node.name_at(known, size) if known else b""
         match, hold = tree.insert(tokens, plan, match, namespace, keep=owner is not None)
         if hold is not None:
@@ -213,26 +213,20 @@ class BlockCache:
         if (n := match.n // size - known) > 0:
             before = parent if known else None
             text = text[: n * size * TOKEN_SIZE]
-            actions.stored = Stored(parent, before, text, size, namespace)
+            self._actions.stored = Stored(parent, before, text, size, namespace)
             self.stored += n
         return tree.holes(match)
 
-    def abandon(self, holes: list[Component], actions: Actions, owner: object | None) -> None:
+    def abandon(self, holes: list[Component], owner: object | None) -> None:
         """Drop what was inserted just now for an owner, and cannot be filled."""
         self.release(owner, is_use=False)
-        new = set() if actions.stored is None else set(actions.stored.names)
+        stored, self._actions.stored = self._actions.stored, None
+        new = set() if stored is None else set(stored.names)
         n_removed = len(self.tree.removed)
         self.tree.discard(holes)
         left = [name for name in self.tree.removed[n_removed:] if name not in new]
         self.tree.removed[n_removed:] = left
         self.stored -= len(new)
-        actions.stored = None
-
-    # Leaving ------------------------------------------------------------------------------------
-
-    def forget(self, tokens: bytes, namespace: str) -> None:
-        """Drop some tokens, all that goes on from them, and all that only they need."""
-        self.tree.forget(tokens, namespace)
 
     def clear(self, namespace: str | None) -> None:
         """Drop a namespace, or all of them."""

@@ -162,7 +162,7 @@ class PrefixCache(Closing):
                 as_queue_bytes(queue_bytes, most),
                 self._events.add,
                 _progress_of(context),
-                # What waits stays in memory, whatever leaves for it.
+                # Queued blocks stay in memory even after their eviction.
                 most // 4 or None,
             ),
             memory,
@@ -277,7 +277,7 @@ class PrefixCache(Closing):
     def pin(
         self, tokens: str | TokenInput, *, ttl: float | None = None, namespace: str | None = None
     ) -> Pin:
-        """Keep what is known of a prefix, whatever the policy would evict.
+        """Keep the known part of a prefix, whatever the policy would evict.
 
         Parameters
         ----------
@@ -360,15 +360,10 @@ class PrefixCache(Closing):
     def stats(self) -> CacheStats:
         """Return the figures since the cache was made."""
         with self._pool:
-            core, sums, blocks = self._core, self._core.sums, self._blocks
+            core, blocks = self._core, self._blocks
             return CacheStats(
                 requests=core.n_requests,
-                n_tokens=sums["n_tokens"],
-                live=sums["live"],
-                ram=sums["ram"],
-                disk=sums["disk"],
-                remote=sums["remote"],
-                evaluated=sums["evaluated"],
+                **core.sums,
                 ram_bytes=blocks.nbytes,
                 ram_blocks=blocks.tree.n_blocks,
                 ram_checkpoints=blocks.n_states,
@@ -397,7 +392,7 @@ class PrefixCache(Closing):
     def close(self) -> None:
         """Forget everything; its sequences go on as plain ones. Twice does nothing.
 
-        Tiers get what the sequences in use have evaluated, and what waits is written, for 30
+        Tiers get what the sequences in use have evaluated, and the queues are written, for 30
         seconds at most.
         """
         self._core.close()

@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import SupportsIndex
 
 from pykvcache._arguments import TokenInput
@@ -43,7 +43,7 @@ _cores: weakref.WeakKeyDictionary[LlamaContext, weakref.ref[CacheCore]] = (
 
 
 class CacheCore:
-    """What sequences and generators call of a `PrefixCache`, which checks what users pass.
+    """What sequences and generators call of a `PrefixCache`, which checks the arguments of users.
 
     The pool's lock is held in every method, where its description says nothing else. Sequences
     keep it alive, also where the cache itself is gone.
@@ -168,8 +168,14 @@ class CacheCore:
         if not request.is_searched:
             request.is_searched = True
             if self.has_tiers:
+                ref = weakref.WeakMethod(self.deliver)  # a search does not keep the cache alive
+
+                def deliver(load: Load) -> None:
+                    if (found := ref()) is not None:
+                        found(load)
+
                 request.search = self.link.search(
-                    request.tokens, request.space, request.usable, _deliver_to(self)
+                    request.tokens, request.space, request.usable, deliver
                 )
 
     def is_ready(self, request: Request) -> bool:
@@ -251,7 +257,7 @@ class CacheCore:
         """Drop some tokens, all that goes on from them, and all that only they need."""
         for space in self._spaces(namespace):
             with self.blocks.change() as actions:
-                self.blocks.forget(tokens, space)
+                self.blocks.tree.forget(tokens, space)
             self.link.forget(actions.removed, tokens, space)
 
     def clear(self, namespace: str | None) -> None:
@@ -303,7 +309,7 @@ class CacheCore:
             self.events.looked_up(Lookup(names, n, self.block_size))
 
     def _count(self, request: Request, old: ReuseReport) -> None:
-        """Count what the report of a request says now, in place of what it said before."""
+        """Count the report of a request, in place of an old one."""
         if request.is_counted:
             new = request.report
             for name in _COUNTED:
@@ -349,17 +355,6 @@ class CacheCore:
             raise ClosedError("the context of this cache is closed")
         if self._is_closed:
             raise ClosedError("the cache is closed")
-
-
-def _deliver_to(core: CacheCore) -> Callable[[Load], None]:
-    """Return what takes a load that comes too late; it does not keep the cache alive."""
-    ref = weakref.ref(core)
-
-    def deliver(load: Load) -> None:
-        if (found := ref()) is not None:
-            found.deliver(load)
-
-    return deliver
 
 
 #: Those with tiers, which have something to write when the interpreter exits.

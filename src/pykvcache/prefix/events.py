@@ -29,7 +29,7 @@ __all__ = [
 _log = logging.getLogger("pykvcache.prefix")
 T = TypeVar("T")
 
-#: Bytes of an event beside names and tokens, and of a name.
+#: Bytes of an event without names and tokens, and of a name.
 _EVENT_BYTES: Final = 700
 _NAME_BYTES: Final = 80
 _MEMORY: Final = "CPU"

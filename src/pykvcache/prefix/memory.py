@@ -66,7 +66,7 @@ class CacheMemory:
     node_bytes, chunk_bytes
         Overhead of a node and of a chunk in the tree.
     overhead
-        Bytes that a buffer needs beside a block's cells.
+        Bytes that a buffer needs in addition to a block's cells.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class CacheMemory:
         }
 
     def end_bytes(self) -> int:
-        """Return an upper bound on the bytes of an end record beside its cells."""
+        """Return an upper bound on the bytes of an end record without its cells."""
         size = 4096 + 4 * self._ctx.model.n_vocab
         if not self.has_layout:
             return size

@@ -104,7 +104,7 @@ class MemoryShape:
 
 @dataclass(frozen=True, eq=False)
 class EndState:
-    """What a memory holds after the last token of a node, beside cells; None where it has not.
+    """What a memory holds after the last token of a node in addition to cells, or None.
 
     Attributes
     ----------
@@ -174,7 +174,7 @@ class Component:
         Number of sequences and pins that keep it.
     is_spare : bool
         Whether no prompt has used or ended with it yet: window cells in the middle of prompts,
-        states that were taken just in case. Spare components leave before all others.
+        states that were taken just in case. Spare components leave first.
     """
 
     __slots__ = (

@@ -1,4 +1,4 @@
-"""Offer, Plan and Hold: what a sequence can give, what the tree lacks of it, what stays in use."""
+"""Offer, Plan and Hold: what a sequence can give, what the tree lacks, what is in use."""
 
 from __future__ import annotations
 

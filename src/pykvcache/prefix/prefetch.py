@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import threading
-import time
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING
@@ -58,11 +57,7 @@ class Prefetch:
         seconds = math.inf if seconds is None else as_seconds(seconds, "seconds")
         if os.getpid() != self._pid:
             return self.is_done  # a forked child has no such thread
-        until = time.monotonic() + seconds
-        while not self._done.wait(max(0.0, min(until - time.monotonic(), 0.5))):
-            if time.monotonic() >= until:
-                return False
-        return True
+        return self._done.wait(min(seconds, threading.TIMEOUT_MAX))
 
     def cancel(self) -> None:
         """Let it end after what is being read; nothing of it is kept."""

@@ -153,7 +153,7 @@ class Reason:
     difference
         Where it parts from the nearest known prompt; None where it does not.
     part
-        What a memory needs beside attention cells to go on: "window", "state" or nothing.
+        What a memory needs in addition to attention cells to go on: "window", "state" or nothing.
     known
         Tokens whose attention cells are known.
     obstacles

@@ -19,7 +19,7 @@ __all__ = ["Request"]
 
 @dataclass(eq=False)
 class Request:
-    """A sequence as its cache sees it: what was asked for, and what came of that.
+    """A sequence as its cache sees it: the request, and its outcome.
 
     Attributes
     ----------

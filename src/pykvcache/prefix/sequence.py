@@ -1,4 +1,4 @@
-"""A LlamaSequence that begins with what a cache knows, and gives it what it evaluated."""
+"""A LlamaSequence that begins with known tokens, and gives its cache the new ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between a cache and its tiers: what is searched for, what comes, and what is written."""
+"""Between a cache and its tiers: searches, blocks that come, blocks that are written."""
 
 from __future__ import annotations
 
@@ -188,10 +188,10 @@ class TierLink:
         if end.state is not None or end.row is not None:
             offer.states[found.n] = end
         source: Source = _LoadedCells(self._memory, found)
-        with self._blocks.change() as actions:
+        with self._blocks.change():
             tokens, namespace = prompt.tokens, prompt.namespace
             match = self._blocks.tree.match(tokens, namespace)
-            admit(self._blocks, source, tokens, match, namespace, offer, actions, owner)
+            admit(self._blocks, source, tokens, match, namespace, offer, owner)
 
     def _end_state(self, found: Loaded) -> EndState:
         """Return the state and the logits after what came; raises where the memory refuses them."""
@@ -259,7 +259,7 @@ class TierLink:
         self.tiers.write(prompt, records)
 
     def forget(self, names: Sequence[bytes], tokens: bytes, namespace: str) -> None:
-        """Remove blocks from the tiers, with what stands beside them and at the end of tokens."""
+        """Remove blocks from the tiers, with their windows and the end record of some tokens."""
         if self.has_tiers:
             prompt = self._named(tokens, namespace)
             keys = [*names, *(window_key(name) for name in names)]
@@ -307,7 +307,7 @@ class _Out:
         return found if known is None else found.with_all_of(known)
 
     def has_end(self, end: int) -> bool:
-        """Return whether something stands beside the full blocks at an end."""
+        """Return whether an end needs a record in addition to its full blocks."""
         at = self._state(end)
         if self._memory.shape.needs_state:
             return at.has_state

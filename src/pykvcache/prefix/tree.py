@@ -52,7 +52,7 @@ class PrefixTree:
         self.shape = shape
         self.clock = 0
         self.n_bytes = self.n_blocks = self.n_nodes = 0
-        self.evicted_bytes = 0  # until somebody sets it back
+        self.evicted_bytes = 0  # since the cache set it back
         self.removed: list[bytes] = []
         self._root_name = root
         self._roots: dict[str, Node] = {}
@@ -98,7 +98,7 @@ class PrefixTree:
     def use(self, match: Match, resume: Resume, priority: int = 0) -> None:
         """Count a use by a prompt: of the attention cells before a place, its window, its state.
 
-        Nodes are split where what is used begins or ends, at whole chunks: what is used in part is
+        Nodes are split where what is used begins or ends, at whole chunks: a node used in part is
         not counted as used.
         """
         self.clock += 1
@@ -358,7 +358,7 @@ class PrefixTree:
             size += shape.chunk_bytes * (covered // shape.block_size + 1 + len(ends))
         if shape.needs_state:
             size += len(ends) * max([end.nbytes for end in offer.states.values()], default=0)
-        # What the policy notes may grow by what leaves.
+        # The notes of the policy grow with each eviction.
         return size + (self.policy.n_bytes + self.max_bytes // 128 if shape.node_bytes else 0)
 
     def _fewer(self, n: int, offer: Offer) -> int:
@@ -386,7 +386,7 @@ class PrefixTree:
     def insert(
         self, tokens: bytes, plan: Plan, match: Match, namespace: str = "", *, keep: bool = False
     ) -> tuple[Match, Hold | None]:
-        """Insert what a plan says, its cells without contents, and evict what leaves for it.
+        """Insert a plan, its cells without contents, and evict to make room for it.
 
         ``plan`` was made of this match just now. With ``keep`` all of it is held, even above the
         budget.
@@ -394,7 +394,7 @@ class PrefixTree:
         Returns
         -------
         match : Match
-            What is there now of the plan's tokens; `holes` says what is to be filled.
+            The plan's tokens that are there now; `holes` returns the components to fill.
         hold : Hold or None
             What was held.
         """
@@ -419,7 +419,7 @@ class PrefixTree:
                 self._keep_end(node, end_at, plan)
         hold = None
         if keep or not self.policy.declines:
-            # The others go first, whatever the policy thinks of something that was never used.
+            # All else goes first, whatever the policy thinks of something that was never used.
             match = Match(node, node.end)
             hold = self.hold(match, self.resume(match, plan.n))
         fits = self.fit()
@@ -496,7 +496,7 @@ class PrefixTree:
         """Add spare window cells of ``[begin, end)`` to a node that has those after."""
         one = node.window
         if one is not None and not one.is_spare:
-            # Others leave before these: in a node of their own, from a whole chunk on.
+            # These are spare and leave first: in a node of their own, from a whole chunk on.
             at = self._chunk_before(node, end)
             if begin < at:
                 head = self._boundary(node, at)
@@ -665,7 +665,7 @@ class PrefixTree:
         self._count(one)
         self.n_bytes -= self.shape.node_bytes
 
-    # What is useless without what has left ------------------------------------------------------
+    # Components that are useless now ------------------------------------------------------------
 
     def _drop_useless(self, node: Node) -> None:
         """Drop what is of no use any more, after a node lost something, or one that followed it."""
@@ -709,7 +709,7 @@ class PrefixTree:
     def forget(self, tokens: bytes, namespace: str = "") -> None:
         """Drop some tokens, all that goes on from them, and all that only they need.
 
-        What is held stays, and what comes before it.
+        Held tokens stay, and those before them.
         """
         match = self.match(tokens, namespace)
         node = match.node

@@ -77,7 +77,7 @@ def _low(name: bytes) -> int:
 class EventPublisher:
     """Send a cache's events to subscribers, from a thread of its own.
 
-    A cache never waits for it: where nobody reads, messages are dropped, and the gap in the
+    A cache never waits for it: where no subscriber reads, messages are dropped, and the gap in the
     sequence numbers tells.
 
     Parameters
@@ -187,7 +187,7 @@ class EventPublisher:
 
     def _note(self, event: CacheEvent) -> None:
         if os.getpid() == self._pid:  # a forked child has no thread
-            # The oldest one goes: as with messages that nobody took, a gap tells.
+            # The oldest one goes: as with messages without a subscriber, a gap tells.
             self._has_gap = self._has_gap or len(self._waiting) == self._waiting.maxlen
             self._waiting.append(event)
             self._wake.set()

@@ -50,7 +50,7 @@ class Policy:
         """Learn that so many of its tokens are evicted now; of a state, which has none, all."""
 
     def evictable(self, one: Component) -> None:
-        """Learn that it may leave from now on, until it is held or others follow it."""
+        """Learn that it may leave from now on, until it is held or gets a child."""
 
     def victim(self) -> Component | None:
         """Return the evictable component that leaves first; None if there is none."""

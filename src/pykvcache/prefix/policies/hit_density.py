@@ -37,7 +37,7 @@ _TABLE_BYTES: Final = 100_000
 # What is believed where little was seen.
 _PRIOR, _PRIOR_LIVES, _KIND_LIVES = 0.06, 10.0, 2.0
 
-# How a life ends: as a leaf that is used, unused, or used while others follow.
+# How a life ends: as a leaf that is used, unused, or used while it has children.
 _USED, _UNUSED, _USED_INSIDE = range(3)
 
 
@@ -82,8 +82,7 @@ class HitDensity(Policy):
         self._now = self._next = 0
         self._leaves: list[Component] = []
         self._ghosts: OrderedDict[int, _Life] = OrderedDict()
-        # Lives that ended with a use, without one, and with a use while others followed: new ones,
-        # and all with the older counting less.
+        # Lives by how they ended: new ones, and all with the older counting less.
         self._new: list[int] = []
         self._ended = np.zeros((3, _CLASSES, _BUCKETS))
         # Computed from the first eviction on: a cache with room for everything never needs it.
@@ -262,8 +261,8 @@ def hit_density(ended: _Table) -> _Table:
     each class, learned from its components with and without children, says how much higher or lower
     its chance is at all ages (proportional hazards): few lives are enough for that.
 
-    ``ended`` counts the lives that ended as leaves that were used, unused, and used while others
-    followed; its shape is (3, classes, buckets).
+    ``ended`` counts the lives that ended as leaves that were used, unused, and used with
+    children; its shape is (3, classes, buckets).
     """
     used, unused, inside = ended
     # Where nothing is known, the chance falls with age, which makes it LRU.

@@ -98,7 +98,7 @@ class S3FIFO(Policy):
     """Two first-in-first-out queues and a list of keys that left (Yang et al., SOSP 2023).
 
     New components enter a small queue of 10 % of the budget. Those used there move to the main
-    queue, the others leave; one that comes back soon enters the main queue at once. A use in the
+    queue, the rest leaves; one that comes back soon enters the main queue at once. A use in the
     main queue buys another round, up to three.
     """
 
@@ -168,7 +168,7 @@ class S3FIFO(Policy):
         (self._main if in_main else self._small).push(one, place)
 
     def victim(self) -> Component | None:
-        """Return the first of a queue that was not used since it entered; others move on."""
+        """Return the first of a queue that was not used since it entered; used ones move on."""
         while True:
             small, main = self._small.first(), self._main.first()
             one = small if small and (self._small_bytes > self._limit or not main) else main

@@ -168,7 +168,7 @@ class BlockStore(ABC):
 
     @property
     def counters(self) -> StoreCounters:
-        """What this object did, and what went wrong."""
+        """Figures of this object: requests, bytes, failures."""
         if not hasattr(self, "_counters"):
             self._counters = StoreCounters()
         return self._counters

@@ -475,32 +475,24 @@ class FolderStore(BlockStore):
         try:
             self._files.make_folders()
             self.counters.add(swept=self._files.sweep())
-            known = self._check()
-            there = self._files.keys()
-            if known != there:
-                with self._transaction() as rows:
-                    self._reconcile(rows, there - known, known - there)
+            with contextlib.suppress(sqlite3.DatabaseError):
+                return self._reconcile()
+            self._reconcile()  # a damaged index was removed, and is made again
         except _FAILURES as error:
             self._failed(error)
             _log.warning("blocks in %s are read, but not written: %s", self.path, error)
 
-    def _check(self) -> set[bytes]:
-        """Return the keys of a sound index: one that is damaged is removed, and made again."""
-        with contextlib.suppress(sqlite3.DatabaseError), self._transaction() as rows:
-            return rows.check()
-        with self._transaction() as rows:
-            return rows.check()
-
-    def _reconcile(self, rows: Rows, without_row: set[bytes], without_file: set[bytes]) -> None:
+    def _reconcile(self) -> None:
         """Add rows that are missing, and remove those of files that are."""
         n_added = 0
-        for key in without_row:
-            facts = self._files.stat(key)
-            if facts is not None and not rows.has(key):
-                rows.add(key, facts.st_size, min(facts.st_mtime_ns, time.time_ns()))
-                n_added += 1
-        for key in without_file:
-            if self._files.stat(key) is None:
+        with self._transaction() as rows:
+            known = rows.check()
+            there = self._files.keys()
+            for key in there - known:
+                if (facts := self._files.stat(key)) is not None:
+                    rows.add(key, facts.st_size, min(facts.st_mtime_ns, time.time_ns()))
+                    n_added += 1
+            for key in known - there:
                 rows.remove(key)
         self.counters.add(rebuilt=n_added > 0)
 

@@ -154,10 +154,6 @@ class Rows:
         now: int = max(time.time_ns(), min(last, MAX_TIME) + n)
         return now
 
-    def has(self, key: bytes) -> bool:
-        """Return whether a block has a row."""
-        return bool(self._select("SELECT 1 FROM blocks WHERE key = ?", [key], int))
-
     def add(self, key: bytes, size: int, used: int) -> None:
         """Add the row of a block, unless it has one."""
         values = key, min(size, _MAX_SIZE), max(0, min(used, MAX_TIME))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MemoryStore"]
 
-#: Bytes that Python takes per block beside its content: key, time, three objects, two slots.
+#: Bytes that Python takes per block without its content: key, time, three objects, two slots.
 ENTRY_BYTES = 320
 
 

@@ -55,7 +55,7 @@ class ObjectStore(RemoteStore):
     ----------
     url : str
         ``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///folder``, ``memory:///`` and
-        others that obstore knows. Credentials come from the environment, or from ``options``.
+        what else obstore knows. Credentials come from the environment, or from ``options``.
     timeout : float
         How long one request may take, in seconds; a run that is read ends after as long.
     n_parallel : int

@@ -39,7 +39,7 @@ _N_PARALLEL = 8
 _REFRESH = 2.0
 # A command of one key, which is its second item.
 _Command = tuple[Any, ...]
-# The name of a server among others, its client, and which of some commands go to it.
+# The name of a node, its client, and the indices of the commands that go to it.
 _Server = tuple[str, Any, list[int]]
 
 
@@ -335,7 +335,7 @@ class RedisClusterStore(RedisStore):
     ----------
     url : str
         ``redis+cluster://user:password@host:6379,other:6379``, ``rediss+cluster://`` for TLS; also
-        ``valkey+cluster://`` and ``valkeys+cluster://``. Any of the nodes; they name the others.
+        ``valkey+cluster://`` and ``valkeys+cluster://``. Any of the nodes: each knows all of them.
         Options of redis-py may follow. User, password and options are those of every node.
 
     Raises

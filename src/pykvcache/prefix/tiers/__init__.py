@@ -1,7 +1,7 @@
 """Tiers of a prefix cache: stores below its memory, written behind and searched ahead.
 
 =================  =================================================================
-`records.py`       `End`: what a memory holds beside blocks at one place of a prompt
+`records.py`       `End`: what a memory holds at one place of a prompt, without full blocks
 `tier.py`          `Tier`: a sealed store, what is known to be in it, how fast it is
 `cost_model.py`    how long evaluating and loading take, learned; how long to wait
 `notices.py`       `Notices`: events of what a tier has

@@ -41,7 +41,7 @@ class Wanted:
     limit
         Most tokens that can be used.
     end_bytes
-        Upper bound on the bytes of an end record beside its cells.
+        Upper bound on the bytes of an end record without its cells.
     is_good
         Tells whether bytes are that many cells of a part, whose values a memory may have.
     n_row
@@ -91,7 +91,7 @@ class Loaded:
     attention, window
         Cells of full blocks, by index of the block, and the tier that they are from.
     end
-        What stands beside the blocks, where something does, and its tier.
+        The end record after them and its tier, where one is of use.
     """
 
     n: int = 0

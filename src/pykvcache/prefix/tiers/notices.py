@@ -85,7 +85,7 @@ class Notices:
         self._send()
 
     def oldest(self) -> list[bytes]:
-        """Return some of those that were noted or used longest ago; the next call has others."""
+        """Return some that were noted or used longest ago; the next call returns the next ones."""
         with self._lock:
             keys = list(islice(self._known, LOOK))
             for key in keys:
@@ -104,7 +104,7 @@ class Notices:
             self._known.update((key, True) for key in self._known.keys() & wanted)
 
     def _send(self) -> None:
-        """Send what waits, in its order: one thread at a time, also what others add by then."""
+        """Send the waiting events in their order: by one thread at a time, until none is left."""
         while self._waiting and self._sending.acquire(blocking=False):
             try:
                 while self._waiting:

@@ -1,4 +1,4 @@
-"""What a memory holds beside full blocks at one place of a prompt, as a record of a store.
+"""End records: what a memory holds at one place of a prompt, without the full blocks before.
 
 ::
 
@@ -34,7 +34,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class End:
-    """What a memory holds at one place beside the full blocks before it.
+    """What a memory holds at one place, without the full blocks before it.
 
     Attributes
     ----------

@@ -100,7 +100,7 @@ class Tier:
     owned
         Whether to close the store.
     sink
-        Takes events of what is there, and what is not any more.
+        Takes events of blocks that came and left.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Tier:
             return [abs(self._known.get(key, 0.0)) <= now for key in keys]
 
     def _is_gone(self, keys: Iterable[bytes]) -> None:
-        """Let all be written again where one that was there is not: others may have gone, too."""
+        """Let all be written again where a known one is gone: more may have gone with it."""
         with self._lock:
             if any(self._known.get(key, 0.0) > 0 for key in keys):
                 self._known.clear()
@@ -231,7 +231,7 @@ class Tier:
         self._look_around()
 
     def _look_around(self) -> None:
-        """Find out what has gone of what was said to be there; a store that is full evicts."""
+        """Look for known blocks that are gone: a full store evicts."""
         while self.n_probes >= LOOK:
             failures = self._failures()
             keys = self.notices.oldest()
@@ -261,7 +261,7 @@ class Tier:
         return self.raised + counters.failed + counters.timed_out + counters.skipped
 
     def _call(self, ask: Callable[[], _T], otherwise: _T) -> _T:
-        """Ask the store. A store of this package raises nothing; what others raise ends here."""
+        """Ask the store. A store of this package raises nothing; errors of any other end here."""
         try:
             return ask()
         except Exception as error:

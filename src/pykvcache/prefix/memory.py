@@ -173,8 +173,6 @@ class CacheMemory:
 
     def read_state(self, seq_id: int) -> lib.StatePart | None:
         """Copy the recurrent state of a sequence; None where it cannot be taken."""
-        if not self.shape.needs_state:
-            return None
         try:
             return self._native.get_state_part(seq_id)
         except KvCacheError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from pykvcache.prefix.plan import Offer
 from pykvcache.prefix.tiers.cost_model import EvaluationTime
 from pykvcache.prefix.tiers.loader import Load, Loaded, Wanted
 from pykvcache.prefix.tiers.records import End
-from pykvcache.prefix.tiers.stack import Tiers
+from pykvcache.prefix.tiers.stack import Record, Tiers
 
 __all__ = ["TierLink", "least_seconds"]
 
@@ -182,7 +183,8 @@ class TierLink:
         try:
             end = self._end_state(found)
         except (KvCacheError, ValueError):
-            self._refuse_end(load)
+            if found.end is not None:
+                found.end[1].discard([prompt.end_key(found.n)], refused=True)
             return
         offer = Offer(found.n, self._windows(found), ends=[found.n])
         if end.state is not None or end.row is not None:
@@ -202,13 +204,6 @@ class TierLink:
             state = self._memory.make_state(end.state, found.n)
         row = end.row if self._n_row and end.has_row(self._n_row) else None
         return EndState(state, row)
-
-    @staticmethod
-    def _refuse_end(load: Load) -> None:
-        """Remove an end record that the memory refuses."""
-        if load.found.end is not None:
-            key = load.wanted.prompt.end_key(load.found.n)
-            load.found.end[1].discard([key], refused=True)
 
     def _windows(self, found: Loaded) -> list[Range]:
         """Return the tokens whose window cells came."""
@@ -249,13 +244,20 @@ class TierLink:
         if not names:
             return
         out = _Out(self._memory, self._blocks.tree.match(tokens, namespace), source, states)
-        records = [(name, out.block(Kind.ATTENTION, i)) for i, name in enumerate(names)]
+        records: list[Record] = [
+            (name, partial(out.cells, Kind.ATTENTION, i * size, size))
+            for i, name in enumerate(names)
+        ]
         windows, places = set[int](), sorted({end for end in (*ends, *states) if end >= size})
         for end in places:
             windows.update(self._window_blocks(end))
-        deepest = sorted(windows, reverse=True)
-        records += [(window_key(names[i]), out.block(Kind.WINDOW, i)) for i in deepest]
-        records += [(prompt.end_key(end), out.end(end)) for end in places if out.has_end(end)]
+        records += [
+            (window_key(names[i]), partial(out.cells, Kind.WINDOW, i * size, size))
+            for i in sorted(windows, reverse=True)
+        ]
+        records += [
+            (prompt.end_key(end), partial(out.end, end)) for end in places if out.has_end(end)
+        ]
         self.tiers.write(prompt, records)
 
     def forget(self, names: Sequence[bytes], tokens: bytes, namespace: str) -> None:
@@ -284,12 +286,8 @@ class _Out:
     ) -> None:
         self._memory, self._match, self._source, self._states = memory, match, source, states
 
-    def block(self, kind: Kind, at: int) -> Callable[[], Buffer | None]:
-        """Return what makes the content of a full block."""
-        size = self._memory.shape.block_size
-        return lambda: self._cells(kind, at * size, size)
-
-    def _cells(self, kind: Kind, begin: int, n: int) -> Buffer | None:
+    def cells(self, kind: Kind, begin: int, n: int) -> Buffer | None:
+        """Return cells in one piece; None where they cannot be read."""
         first, chunks = self._match.chunks(kind, begin, begin + n)
         if first == begin and sum(used for _, _, used in chunks) == n:
             return self._memory.join(kind, chunks)
@@ -313,17 +311,14 @@ class _Out:
             return at.has_state
         return end % self._memory.shape.block_size > 0 or at.row is not None
 
-    def end(self, end: int) -> Callable[[], Buffer | None]:
-        """Return what makes the content of an end record."""
-        return lambda: self._end(end)
-
-    def _end(self, end: int) -> Buffer | None:
+    def end(self, end: int) -> Buffer | None:
+        """Return the content of an end record; None where its cells cannot be read."""
         shape = self._memory.shape
         n = end % shape.block_size
         parts = [np.empty(0, np.uint8)] * 2
         for kind in (Kind.ATTENTION, Kind.WINDOW):
             if n and shape.cell_bytes(kind):
-                cells = self._cells(kind, end - n, n)
+                cells = self.cells(kind, end - n, n)
                 if cells is None:
                     return None
                 parts[kind] = cells

@@ -33,6 +33,7 @@ __all__ = [
     "check_process",
     "check_seconds",
     "check_text",
+    "copy_run",
     "flat",
     "writable",
 ]
@@ -356,6 +357,28 @@ def writable(buffer: Buffer) -> memoryview:
     if view.readonly:
         raise StoreError("blocks are read into writable buffers, and this one is read-only")
     return view
+
+
+def copy_run(
+    counters: StoreCounters, values: Iterable[Buffer | None], views: Sequence[memoryview]
+) -> int:
+    """Copy blocks into the fronts of buffers, up to the first that is missing or too long.
+
+    Counts hits, misses and bytes, and returns the number of copied blocks, as `get_into` does.
+    """
+    done = n_bytes = 0
+    for value, view in zip(values, views, strict=False):
+        if value is None:
+            break
+        data = memoryview(value)
+        if len(data) > len(view):
+            counters.add(too_large=1)
+            break
+        view[: len(data)] = data
+        done += 1
+        n_bytes += len(data)
+    counters.add(hits=done, misses=done < len(views), bytes_read=n_bytes)
+    return done
 
 
 def check_max_bytes(value: int, least: int = 0) -> int:

@@ -17,6 +17,7 @@ from pykvcache.prefix.stores.base import (
     check_keys,
     check_max_bytes,
     check_process,
+    copy_run,
     writable,
 )
 
@@ -68,21 +69,10 @@ class MemoryStore(BlockStore):
 
     def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
         """Copy the leading run into the buffers; see `BlockStore.get_into`."""
-        pairs = list(zip(check_keys(keys, buffers), map(writable, buffers), strict=True))
-        done = size = 0
+        keys, views = check_keys(keys, buffers), [writable(one) for one in buffers]
         with self._held():
-            for key, view in pairs:
-                data, _ = self._blocks.get(key, (None, 0.0))
-                if data is None:
-                    break
-                if len(data) > len(view):
-                    self.counters.add(too_large=1)
-                    break
-                view[: len(data)] = data
-                done += 1
-                size += len(data)
-        self.counters.add(hits=done, misses=done < len(pairs), bytes_read=size)
-        return done
+            found = (self._blocks.get(key, (None, 0.0))[0] for key in keys)
+            return copy_run(self.counters, found, views)
 
     def put(self, items: Iterable[tuple[bytes, Buffer]]) -> int:
         """Copy new blocks; see `BlockStore.put`."""

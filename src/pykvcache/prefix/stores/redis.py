@@ -20,6 +20,7 @@ from pykvcache.prefix.stores.base import (
     check_max_bytes,
     check_seconds,
     check_text,
+    copy_run,
     writable,
 )
 from pykvcache.prefix.stores.remote import RemoteStore
@@ -211,23 +212,12 @@ class RedisStore(RemoteStore):
     def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
         """Read the leading run of blocks, 2 MiB per request; see `BlockStore.get_into`."""
         pairs = list(zip(check_keys(keys, buffers), map(writable, buffers), strict=True))
-        done = n_bytes = 0
-        for group in _groups(pairs):
-            values = self._each(self._commands("GET", [key for key, _ in group]))
-            begin = done
-            for (_, view), value in zip(group, values, strict=True):
-                if not isinstance(value, bytes):
-                    break
-                if len(value) > len(view):
-                    self.counters.add(too_large=1)
-                    break
-                view[: len(value)] = value
-                done += 1
-                n_bytes += len(value)
-            if done < begin + len(group):
-                break
-        self.counters.add(hits=done, misses=done < len(pairs), bytes_read=n_bytes)
-        return done
+        values = (
+            value if isinstance(value, bytes) else None
+            for group in _groups(pairs)
+            for value in self._each(self._commands("GET", [key for key, _ in group]))
+        )
+        return copy_run(self.counters, values, [view for _, view in pairs])
 
     def put(self, items: Iterable[tuple[bytes, Buffer]]) -> int:
         """Store blocks that are not there yet, 2 MiB per request; see `BlockStore.put`."""

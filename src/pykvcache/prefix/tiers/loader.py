@@ -77,6 +77,11 @@ class Wanted:
         # The last token of the prompt is evaluated again, for its logits.
         return range(start(min(n, len(self.prompt) - 1)) // size, n // size)
 
+    def missing_windows(self, n: int) -> list[int]:
+        """Return those of `window_blocks` that are not in memory, the last first."""
+        known = range(self.window_begin, self.window_end)
+        return [at for at in reversed(self.window_blocks(n)) if at not in known]
+
     def window_keys(self, blocks: Iterable[int]) -> list[bytes]:
         """Return the keys of the window cells of some blocks."""
         return [window_key(self.prompt.names[at]) for at in blocks]
@@ -158,11 +163,6 @@ class Load:
     def cancel(self) -> None:
         """Let the thread stop after what it is reading; nothing is delivered."""
         self._is_cancelled = True
-
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether it was cancelled."""
-        return self._is_cancelled
 
     def leave(self) -> bool:
         """Stop waiting; return whether it was done. What comes later is delivered."""
@@ -275,20 +275,16 @@ class Load:
     def _has_windows(self, n: int) -> int:
         """Return n where the window cells before it are there, or the end of the last gap."""
         wanted, size = self.wanted, self.wanted.shape.block_size
-        missing = [at for at in reversed(wanted.window_blocks(n)) if not self._in_memory(at)]
+        missing = wanted.missing_windows(n)
         keys = wanted.window_keys(missing)
         there = max((tier.contains(keys) for tier in self.tiers), default=0) if keys else 0
         return n if there == len(missing) else missing[there] * size
-
-    def _in_memory(self, block: int) -> bool:
-        return self.wanted.window_begin <= block < self.wanted.window_end
 
     # Reading ------------------------------------------------------------------------------------
 
     def _read_windows(self, found: Loaded) -> bool:
         """Read the window cells before a place; return whether all came."""
-        wanted = self.wanted
-        blocks = [at for at in reversed(wanted.window_blocks(found.n)) if not self._in_memory(at)]
+        wanted, blocks = self.wanted, self.wanted.missing_windows(found.n)
         for tier in self.tiers:
             if not blocks:
                 break

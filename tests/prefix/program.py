@@ -95,7 +95,7 @@ class Program:
         self.pins: list[Pin] = []
         # Of each namespace what was evaluated since it was cleared, and may be found again.
         self.known: dict[str, list[list[int]]] = {space: [] for space in SPACES}
-        # As a reader of the events thinks: a small cache keeps too few of them, and calls somebody.
+        # As a reader of the events thinks: a small cache keeps too few, and has a subscriber.
         self.stored: set[bytes] = set()
         self.heard: deque[CacheEvent] = deque()
         if not self.is_ample:
@@ -160,7 +160,7 @@ class Program:
         assert self.ctx.tokens_evaluated == before, "making a sequence evaluates nothing"
         assert total(report) == report.n_tokens == len(prompt)
         most = max((common(prompt, text) for text in self.known[space]), default=0)
-        assert len(prompt) - report.evaluated <= most, "reuses what nobody gave it"
+        assert len(prompt) - report.evaluated <= most, "reuses tokens that no sequence gave it"
         if not self.case.info.has_rest:
             here = [one for one in self.open if one.space == space and one.is_shared]
             texts = [one.evaluated for one in here if not one.is_shifted]

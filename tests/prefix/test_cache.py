@@ -71,7 +71,7 @@ def test_evaluates_what_is_new_and_nothing_else(
 def test_turns_of_a_chat_are_evaluated_once(
     case: Case, make_context: Make, fresh_logits: Fresh
 ) -> None:
-    """On every memory: each turn goes on where the last one ended, open or closed meanwhile."""
+    """On every memory: each turn goes on where the last one ended, open or closed."""
     ctx = make_context(case.name, **(case.options | {"n_seq_max": 2}))
     cache = PrefixCache(ctx, block_size=SIZE)
     chats: list[list[int]] = [words(i, 21) for i in range(3)]
@@ -254,7 +254,7 @@ def test_events_report_what_was_stored_and_dropped(make_context: Make) -> None:
     cache = PrefixCache(ctx, block_size=SIZE, ram_bytes=50 * SIZE * cell)
     heard: list[object] = []
     stop = cache.events.subscribe(heard.append)
-    cache.events.subscribe(lambda event: 1 / 0)  # somebody else's trouble
+    cache.events.subscribe(lambda event: 1 / 0)  # an error of the subscriber alone
     there: set[bytes] = set()
     parents: dict[bytes, bytes | None] = {}
     events: list[object] = []

@@ -62,7 +62,7 @@ def test_a_subscriber_may_call_the_cache(
     assert not ctx.sequences()
 
 
-# How a sequence can be edited in the middle of what it does: its tokens, and the cells of others.
+# How a sequence can be edited in the middle of its own call: its tokens, and other cells.
 HEAD, REST = words(1, 16), words(2, 48)
 EDITS: dict[str, Callable[[PrefixCache, LlamaSequence], object]] = {
     "other tokens": lambda cache, one: (one.truncate(16), one.append(REST)),
@@ -96,7 +96,7 @@ def test_a_subscriber_may_edit_the_sequence_that_it_hears_of(
     fresh_logits: Fresh,
     tmp_path: Path,
 ) -> None:
-    """What was evaluated of other tokens is given to nobody, in memory or in a tier."""
+    """Cells of other tokens are never shared, in memory or in a tier."""
     ctx = make_context(name, n_ctx=512, n_seq_max=ids)
     prompt = HEAD + words(4, 48)
     cache = PrefixCache(ctx, block_size=8, tiers=[tmp_path], tier_seconds=20, **options)
@@ -106,7 +106,7 @@ def test_a_subscriber_may_edit_the_sequence_that_it_hears_of(
     def callback(event: CacheEvent) -> None:
         if not done and threading.current_thread() is threading.main_thread():
             done.append(event)
-            assert not cache._pool.depth, "somebody is in the middle of something"
+            assert not cache._pool.depth, "a call is still under way"
             EDITS[edit](cache, one)
 
     cache.events.subscribe(callback)

@@ -39,7 +39,7 @@ def test_a_branch_leaves_alone(case: Case, make_context: Make, fresh_logits: Fre
         with cache.sequence([*KEPT, 5]) as sequence:
             assert apart(sequence.logits(), fresh_logits(case.name, [*KEPT, 5])) < case.tolerance
         cache.forget(words(9, 30))  # nothing of it is known
-        cache.forget(SHARED)  # others go on from it, and leave, too
+        cache.forget(SHARED)  # what goes on from it leaves, too
         assert known(cache, KEPT) == known(cache, SHARED) == 0
         assert not len(cache.tree())
         check_accounts(cache)

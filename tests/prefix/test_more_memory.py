@@ -11,7 +11,7 @@ from prefix.model_free import ALL, WINDOW, Kinds, Model, Tokens, prompts
 from pykvcache.prefix.policies import POLICIES
 from support.examples import some
 
-#: As they are in Gemma 3 270M: 3 of 18 layers see everything, the others 512 tokens.
+#: As they are in Gemma 3 270M: 3 of 18 layers see everything, 15 see 512 tokens.
 GEMMA = Kinds(window=512, attention_bytes=3072, window_bytes=15360, slack=128)
 MIB = 1 << 20
 BUDGETS = [300, 1500, 4000, 16_000, 10**9]

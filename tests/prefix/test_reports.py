@@ -52,7 +52,7 @@ def test_what_is_forked_without_an_id(
 def test_a_window_whose_first_cell_others_took(
     n: int, make_context: Make, fresh_logits: Fresh
 ) -> None:
-    """What the next token will not see is free for others as soon as the last one is evaluated."""
+    """Cells that the next token will not see are free as soon as the last one is evaluated."""
     ctx = make_context("gemma3", n_ctx=2048, n_seq_max=3, n_ubatch=32, swa_full=False)
     assert ctx.model.n_swa == 32
     text = words(1, n)
@@ -162,7 +162,7 @@ def test_what_tiers_bring_takes_the_place_of_a_fork_of_what_is_parked(
 def test_a_repeat_of_an_answer_beside_more_sequences_than_ids(
     case: Case, n: int, make_context: Make, fresh_logits: Fresh
 ) -> None:
-    """Others take the cell that a window has passed, and the state that is kept lacks it."""
+    """Another sequence takes the cell that a window has passed, and the kept state lacks it."""
     options: dict[str, Any] = case.options | {"n_seq_max": 2}
     store = MemoryStore()
     ctx = make_context(case.name, **options)
@@ -243,7 +243,7 @@ def test_what_tiers_brought_is_summed_up_after_a_clear(make_context: Make) -> No
         with PrefixCache(ctx, block_size=8, tiers=[store], tier_seconds=0) as cache:
             sequence = cache.sequence(prompt)
             cache.clear()
-            time.sleep(0.01)  # it may come meanwhile, or not
+            time.sleep(0.01)  # it may come by then, or not
             sequence.logits()
             report, stats = sequence.reuse, cache.stats()
             assert (stats.remote, stats.evaluated) == (report.remote, report.evaluated)

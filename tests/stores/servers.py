@@ -53,7 +53,7 @@ class Server:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def started(self) -> bool:
-        """Wait until it answers; False where it ended: somebody else took the port.
+        """Wait until it answers; False where it ended: another process took the port.
 
         It listens on its port before it does on its other sockets; when it answers, on all of them.
         """
@@ -187,7 +187,7 @@ def kill(running: Cluster, i: int) -> None:
 
 
 def start_again(running: Cluster, folder: Path, i: int) -> None:
-    """Run one that was killed, for as long as the others run."""
+    """Run one that was killed, for as long as the other nodes run."""
     port = running.servers[i].port
     server = redis_server(folder / str(i), *running.options[i], port=port)
     running.servers[i] = running.stack.enter_context(server)

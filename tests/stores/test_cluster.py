@@ -155,7 +155,7 @@ def test_a_slot_that_moves_is_read_and_written_all_the_time(running: Cluster) ->
         finally:
             for client in running.owners:
                 client.flushall()
-            # So that all the others believe it, whatever they have heard.
+            # So that all other nodes believe it, whatever they have heard.
             for i in (old, *range(3)):
                 clients[i].execute_command("CLUSTER SETSLOT", slot, "NODE", ids[old])
             clients[old].execute_command("CLUSTER BUMPEPOCH")

@@ -136,7 +136,7 @@ def test_xxh3_is_not_readable_without_xxhash(monkeypatch: pytest.MonkeyPatch) ->
     store = SealedStore(inner, make())
     assert store.get([KEY], [len(CONTENT)]) == []
     assert store.rejections == {Rejection.UNVERIFIABLE: 1}
-    assert inner.contains([KEY]) == 1, "others can read it"
+    assert inner.contains([KEY]) == 1, "other readers can read it"
 
 
 def test_a_secret_needs_cryptography(monkeypatch: pytest.MonkeyPatch) -> None:

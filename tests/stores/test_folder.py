@@ -211,7 +211,7 @@ def test_a_bit_that_flips_anywhere_in_the_index_costs_one_call(
         shutil.rmtree(root)
 
 
-# Files that others make ------------------------------------------------------------------
+# Files of other programs -----------------------------------------------------------------
 
 
 def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_requests_that_begin_alike_load_or_evaluate_it_once(
     cache = PrefixCache(ctx, block_size=SIZE, tiers=[gate], **WAIT)
     generator = BatchGenerator(cache, n_chunk=32)
     handles = [generator.submit(prompt, 2) for prompt in prompts(6)]
-    assert cache.stats().evaluated == 6 * 89, "nobody has waited yet"
+    assert cache.stats().evaluated == 6 * 89, "no request has waited yet"
     gate.closing.set()
     generator.run()
     for prompt, handle in zip(prompts(6), handles, strict=True):

@@ -107,7 +107,7 @@ def test_ends_of_another_content_are_misses(
 
 
 class Raising(BlockStore):
-    """A store of somebody else's that does what none should."""
+    """A store of a user that breaks its contract."""
 
     def __init__(self, what: object) -> None:
         self.what = what
@@ -161,7 +161,7 @@ def test_a_store_of_properties_that_serve_no_cache_is_refused(
 
 
 def test_blocks_of_another_model_under_the_same_names_are_misses(make_context: Make) -> None:
-    """Whoever can write puts foreign blocks under our names: they are not taken."""
+    """A writer puts foreign blocks under our names: they are not taken."""
     prompt, store, other = words(1, 45), MemoryStore(), MemoryStore()
     write(make_context("llama"), store, prompt)
     for entry in list(store.entries()):

@@ -1,4 +1,4 @@
-"""Events as somebody else reads them: Dynamo's indexer, which its routers ask who has a prefix."""
+"""Events as another program reads them: Dynamo's indexer, which its routers ask for a prefix."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytest.importorskip("msgpack", reason="pip install 'pykvcache[zmq]'")
 
 from pykvcache.prefix.zmq_events import EventPublisher
 
-# A wheel of 75 MB, and none of what it would install beside it is needed here.
+# A wheel of 75 MB; its dependencies are not needed here.
 INSTALL = "needs Dynamo's indexer: pip install --no-deps ai-dynamo-runtime"
 
 
@@ -87,7 +87,7 @@ def test_dynamo_sees_what_is_in_memory_and_on_disk(model_cache: PrefixCache) -> 
             indexer.wait_for(prompt[:20] + words(2, 20), cpu=16, disk=16)
             cache.clear("")
             indexer.wait_for(prompt, cpu=0, disk=40)
-            # The third block goes, and somebody looks for it.
+            # The third block goes, and a request looks for it.
             store: Any = cache._link.tiers.tiers[0].sealed
             name = next(
                 event.block_hashes[2]

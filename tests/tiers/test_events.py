@@ -34,7 +34,7 @@ def below(events: Sequence[CacheEvent]) -> list[CacheEvent]:
 
 
 def names(events: Sequence[CacheEvent], medium: str) -> set[bytes]:
-    """What somebody who hears all events believes to be there."""
+    """The blocks that are there by all events."""
     there: set[bytes] = set()
     for event in events:
         if isinstance(event, AllBlocksCleared):
@@ -91,7 +91,7 @@ def test_what_another_process_left_is_said_when_it_is_taken(make_context: Make) 
 
 
 def test_what_goes_is_said_whoever_removed_it(make_context: Make, tmp_path: Path) -> None:
-    """Damaged here; removed by somebody else; evicted to make room."""
+    """Damaged here; removed by another process; evicted to make room."""
     prompt = words(1, 45)
     store = FolderStore(tmp_path)
     cache = PrefixCache(make_context("llama"), block_size=SIZE, tiers=[store], **WAIT)
@@ -113,7 +113,7 @@ def test_what_goes_is_said_whoever_removed_it(make_context: Make, tmp_path: Path
     clear_memory(cache)
     cache.sequence(prompt).close()
     assert gone not in names(heard, "DISK")
-    # Removed elsewhere, and nobody looks for it: noticed with the next write.
+    # Removed elsewhere, and no request looks for it: noticed with the next write.
     with FolderStore(tmp_path) as other:
         assert other.discard([stored.block_hashes[0]]) == 1
     with cache.sequence(words(2, 20)) as sequence:
@@ -159,7 +159,7 @@ def test_after_a_clear_what_is_used_is_said_again(make_context: Make) -> None:
 
 
 def test_a_callback_may_call_the_cache(make_context: Make) -> None:
-    """From the thread that writes, too, while others hold the cache's lock."""
+    """From the thread that writes, too, while other threads hold the cache's lock."""
     cache = PrefixCache(make_context("llama"), block_size=SIZE, tiers=[MemoryStore()], **WAIT)
     seen: list[int] = []
     cache.events.subscribe(lambda _: seen.append(cache.stats().requests))
@@ -224,7 +224,7 @@ def test_clear_leaves_no_tokens_of_a_tenant_in_what_waits(
 
 @pytest.mark.parametrize("media", [["disk"], ["disk", "remote"], ["remote", "remote"]], ids=str)
 def test_nobody_believes_in_what_has_gone(media: list[str]) -> None:
-    """Who subscribed, and who reads now and then, whatever is withdrawn meanwhile."""
+    """A subscriber, and a reader now and then, whatever is withdrawn in between."""
     for seed in range(200):
         rng = random.Random(seed)
         log, heard, read = EventLog(), list[CacheEvent](), list[CacheEvent]()

@@ -22,7 +22,7 @@ from tiers.processes import answer, spawn
 def test_a_script_that_is_run_twice_evaluates_its_prompt_once(
     model_folder: Path, tmp_path: Path
 ) -> None:
-    """Nobody closes the cache: the end of the interpreter does."""
+    """The program does not close the cache: the end of the interpreter does."""
     path = make_model("llama", model_folder)
     first, second = (answer(spawn("once", path, str(tmp_path), 1, 900)) for _ in range(2))
     assert first["evaluated"] == 900
@@ -93,7 +93,7 @@ assert cache.stats().tiers[0].written >= 5
 def test_a_forked_child_writes_what_its_own_cache_has_at_its_end(
     model_folder: Path, tmp_path: Path
 ) -> None:
-    """As workers of a server do: nobody closes the cache that a child has made."""
+    """As workers of a server do: the cache that a child has made is never closed."""
     code = f"""
 import os, sys
 from pykvcache import LlamaContext, LlamaModel, PrefixCache

@@ -61,7 +61,7 @@ def test_processes_share_with_their_namespace_and_secret_alone(
 
 
 def contents(store: BlockStore) -> dict[bytes, bytes]:
-    """Return all that somebody can read who can read the store."""
+    """Return all bytes that a reader of the store can see."""
     found = {}
     for entry in list(store.entries()):
         buffer = bytearray(1 << 16)

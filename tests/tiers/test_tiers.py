@@ -100,7 +100,7 @@ def test_a_full_queue_drops_the_ends_of_chains(make_context: Make) -> None:
     block = ctx.native.block_bytes() * SIZE
     cache = PrefixCache(ctx, block_size=SIZE, **WAIT, tiers=[store], queue_bytes=3 * block)
     writer = cache._link.tiers.writers[0]
-    with writer._changed:  # nothing is written meanwhile
+    with writer._changed:  # nothing is written here
         cache.sequence(words(1, 80)).close()
         with cache.sequence(words(1, 80)) as sequence:
             sequence.evaluate()

@@ -42,7 +42,7 @@ def once(cache: PrefixCache, seed: int, n: int) -> None:
 
 
 def forever(cache: PrefixCache, seed: int, n: int) -> None:
-    """Prompt after prompt, of which many begin alike, until somebody ends it."""
+    """Prompt after prompt, of which many begin alike, until the test ends it."""
     for i in itertools.count():
         prompt = words(i % 3, n) + words(1000 * seed + i, 9)
         with cache.sequence(prompt) as sequence:

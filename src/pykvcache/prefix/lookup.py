@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -29,8 +28,7 @@ __all__ = ["Begin", "Live", "LiveIndex", "PromptLookup", "plan_begin"]
 
 Row = npt.NDArray[np.float32]
 
-# How many namespaces are looked into at most, to explain why little was known.
-_MAX_ROOTS = 64
+_ADAPTERS = "adapters or control vectors"
 
 
 @dataclass(slots=True)
@@ -181,7 +179,7 @@ class PromptLookup:
         )
         if live.nearest is not None and live.agrees >= match.n:
             reason.obstacles += _obstacles_of(live.nearest, live.agrees, request.space)
-        reason.obstacles += self._obstacles_elsewhere(ids, request, agrees)
+        reason.obstacles += self._obstacles_of_adapters(ids, request, agrees)
         request.report = ReuseReport(
             n,
             live=usable if is_fork else 0,
@@ -236,22 +234,20 @@ class PromptLookup:
         shown = ids[max(0, at - BEFORE) : at + 1].copy()
         return Difference(self._model, shown, at, other)
 
-    def _obstacles_elsewhere(self, ids: IntArray, request: Request, agrees: int) -> list[str]:
-        """Return why the tokens of other namespaces, or of other adapters, are not shared.
+    def _obstacles_of_adapters(self, ids: IntArray, request: Request, agrees: int) -> list[str]:
+        """Return why tokens that were evaluated with other adapters are not shared.
 
-        The namespace is not named: tenants must not learn of each other.
+        Other namespaces are not looked at: a tenant must not learn of another's prompts.
         """
-        tree, found = self._blocks.tree, ""
+        tree, found = self._blocks.tree, list[str]()
         least = agrees + tree.shape.block_size
-        if least > len(ids):
-            return []
-        for root in islice(tree.roots(), _MAX_ROOTS):
+        for root in tree.roots() if least <= len(ids) else ():
             space = str(root.namespace)
-            if space != request.space and (n := tree.match(ids.tobytes(), space).n) >= least:
-                is_ours = namespace_of(space) == request.namespace
-                why = "other adapters or control vectors" if is_ours else "another namespace"
-                found, least = f"{n:,} tokens are known under {why}", n + 1
-        return [found] if found else []
+            if space == request.space or namespace_of(space) != request.namespace:
+                continue
+            if (n := tree.match(ids.tobytes(), space).n) >= least:
+                found, least = [f"{n:,} tokens are known under other {_ADAPTERS}"], n + 1
+        return found
 
     def renew(self, request: Request) -> bool:
         """Let a sequence begin again with what was evaluated since; return whether that is more."""
@@ -276,7 +272,7 @@ def _obstacles_of(nearest: Request, agrees: int, space: str) -> list[str]:
         return []
     start = f"{agrees} tokens are those of a sequence in use, "
     if nearest.space != space:
-        return [start + "which was evaluated with other adapters or control vectors"]
+        return [start + f"which was evaluated with other {_ADAPTERS}"]
     if cells.ledger.shifted_at is None:
         return [start + f"of which it has evaluated {cells.n_fresh}"]
     return [start + f"of which it held {cells.n_fresh} before it dropped tokens"]

@@ -179,7 +179,7 @@ class Tier:
             if self.medium == "disk":
                 found = self._call(lambda: self.sealed.differences(_N_SAMPLES), none)
                 if found and "" not in found:
-                    self._obstacle = f"{self!r} has blocks {' and '.join(sorted(found))}"
+                    self._obstacle = "a folder has blocks " + " and ".join(sorted(found))
         return self._obstacle
 
     def touch(self, keys: Sequence[bytes]) -> None:

@@ -12,6 +12,7 @@ from prefix.accounts import check_accounts
 from pykvcache import PrefixCache
 from pykvcache.errors import UnsupportedOperation
 from pykvcache.prefix import tier_link
+from pykvcache.prefix.cache import core_of
 from pykvcache.prefix.memory import CacheMemory
 
 
@@ -60,3 +61,36 @@ def test_cells_that_came_out_of_a_tier(
                     expected = fresh_logits(case.name, [*text, end])
                     assert apart(sequence.logits(), expected) < case.tolerance
                 check_accounts(cache)
+
+
+@pytest.mark.parametrize("case", [c for c in SERVED if c.has_states], ids=str)
+def test_memory_loses_what_a_search_counted_on(
+    case: Case, make_context: Make, fresh_logits: Fresh, tmp_path: Path
+) -> None:
+    """The tier brings only blocks that memory lacked when the search began."""
+    both: dict[str, Any] = {"block_size": 8, "tier_seconds": 20, "checkpoint_bytes": 0}
+    known, text = words(1, 60), [*words(1, 45), *words(2, 20)]
+    expected = fresh_logits(case.name, [*text, 7])
+    with PrefixCache(make_context(case.name, **case.options), tiers=[tmp_path], **both) as cache:
+        with cache.sequence(text) as sequence:
+            sequence.evaluate()
+        assert cache.flush(30)
+    with PrefixCache(make_context(case.name, **case.options), tiers=[tmp_path], **both) as cache:
+        with cache.sequence(known) as sequence:
+            sequence.evaluate()
+        core = core_of(cache)
+        with core.pool:
+            sequence = core.open([*text, 7])
+            core.seek(sequence._request)
+        search = sequence._request.search
+        assert search is not None
+        assert search.done.wait(30)
+        cache.forget(known)
+        with core.pool:
+            core.settle(sequence._request)
+        assert apart(sequence.logits(), expected) < case.tolerance
+        check_accounts(cache)
+        sequence.close()
+        check_accounts(cache)
+        with cache.sequence([*text, 7]) as sequence:
+            assert apart(sequence.logits(), expected) < case.tolerance

@@ -13,15 +13,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import Any, SupportsIndex
 
 from pykvcache._arguments import as_int
+from pykvcache._closing import Closing
 from pykvcache.errors import ArgumentError, ClosedError, shown
 from pykvcache.prefix.cache import PrefixCache
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["EventPublisher", "as_map"]
 
@@ -74,7 +72,7 @@ def _low(name: bytes) -> int:
     return int.from_bytes(name[-8:], "big")
 
 
-class EventPublisher:
+class EventPublisher(Closing):
     """Send a cache's events to subscribers, from a thread of its own.
 
     A cache never waits for it: where no subscriber reads, messages are dropped, and the gap in the
@@ -246,9 +244,3 @@ class EventPublisher:
             self._closed = True
             self._wake.set()  # again in a second call: Ctrl-C may have come before it
             self._thread.join(5)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

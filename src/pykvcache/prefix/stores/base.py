@@ -16,10 +16,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pykvcache._arguments import as_int, as_list
+from pykvcache._closing import Closing
 from pykvcache.errors import ClosedError, StoreError, shown
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer, Self
+    from typing_extensions import Buffer
 
 __all__ = [
     "KEY_SIZE",
@@ -136,7 +137,7 @@ class StoreEntry:
     used: float
 
 
-class BlockStore(ABC):
+class BlockStore(Closing, ABC):
     """Base class of every store: subclass it, write five methods, and pass it as a tier.
 
     Paths
@@ -243,7 +244,7 @@ class BlockStore(ABC):
         """
         return 1 << 20
 
-    def expect(self, keys: Sequence[bytes]) -> None:  # noqa: B027 (optional)
+    def expect(self, keys: Sequence[bytes]) -> None:
         """Prepare to read blocks that the next calls of `get_into` will ask for."""
 
     def discard(self, keys: Sequence[bytes]) -> int:
@@ -257,14 +258,8 @@ class BlockStore(ABC):
         """Yield every block in no order; nothing where the store cannot list them. For tools."""
         return iter(())
 
-    def close(self) -> None:  # noqa: B027 (optional)
+    def close(self) -> None:
         """Finish pending work and free resources. Later calls are misses."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def check_facts(store: BlockStore) -> tuple[str, int]:

@@ -339,10 +339,10 @@ class FolderStore(BlockStore):
         none: list[_Block] = []
         with self._putting:  # what another thread is writing is there when this call returns
             new = self._transact(lambda rows: self._reserve(rows, found), none)
-            outcomes = self._write(new)
+            n_written = self._write(new)
             if new:
-                self._transact(lambda rows: self._settle(rows, new, outcomes), None)
-        return outcomes.count(True)
+                self._transact(lambda rows: self._settle(rows, new), None)
+        return n_written
 
     def _reserve(self, rows: Rows, items: list[tuple[bytes, memoryview]]) -> list[_Block]:
         """Make room for blocks and count them before they are written; return those to write."""
@@ -370,29 +370,28 @@ class FolderStore(BlockStore):
             new.append((key, view, now - i))
         return new
 
-    def _write(self, new: list[_Block]) -> list[bool | None]:
-        """Write blocks; return for each whether that worked, None if another process writes it."""
-        outcomes: list[bool | None] = []
-        for key, view, used in new:
+    def _write(self, new: list[_Block]) -> int:
+        """Write blocks; return how many this call wrote."""
+        n_written = 0
+        for i, (key, view, used) in enumerate(new):
             try:
                 is_ours = self._files.write(key, view, used)
             except OSError as error:
-                outcomes.append(False)
                 if self._failed(error) == "full":
-                    self.counters.add(full=len(new) - len(outcomes))
+                    self.counters.add(full=len(new) - i - 1)
                     break
             else:
-                outcomes.append(is_ours or None)
+                n_written += is_ours
                 n_bytes = len(view) if is_ours else 0
                 self.counters.add(written=is_ours, known=not is_ours, bytes_written=n_bytes)
-        return outcomes + [False] * (len(new) - len(outcomes))
+        return n_written
 
-    def _settle(self, rows: Rows, new: list[_Block], outcomes: list[bool | None]) -> None:
+    def _settle(self, rows: Rows, new: list[_Block]) -> None:
         """Make the rows those of the files again."""
-        for (key, view, used), is_written in zip(new, outcomes, strict=True):
-            if is_written:
+        for key, view, used in new:
+            if self._files.stat(key) is not None:
                 rows.add(key, len(view), used)  # a store that was opened may have removed it
-            elif is_written is False and self._files.stat(key) is None:
+            elif not self._files.has_writer(key):
                 rows.remove(key)
 
     def touch(self, keys: Sequence[bytes]) -> None:

@@ -16,11 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pykvcache._arguments import as_int, as_list
-from pykvcache._closing import Closing
 from pykvcache.errors import ClosedError, StoreError, shown
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from typing_extensions import Buffer, Self
 
 __all__ = [
     "KEY_SIZE",
@@ -137,7 +136,7 @@ class StoreEntry:
     used: float
 
 
-class BlockStore(Closing, ABC):
+class BlockStore(ABC):
     """Base class of every store: subclass it, write five methods, and pass it as a tier.
 
     Paths
@@ -244,7 +243,7 @@ class BlockStore(Closing, ABC):
         """
         return 1 << 20
 
-    def expect(self, keys: Sequence[bytes]) -> None:
+    def expect(self, keys: Sequence[bytes]) -> None:  # noqa: B027 (optional)
         """Prepare to read blocks that the next calls of `get_into` will ask for."""
 
     def discard(self, keys: Sequence[bytes]) -> int:
@@ -258,8 +257,14 @@ class BlockStore(Closing, ABC):
         """Yield every block in no order; nothing where the store cannot list them. For tools."""
         return iter(())
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (optional)
         """Finish pending work and free resources. Later calls are misses."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def check_facts(store: BlockStore) -> tuple[str, int]:

@@ -1,1 +1,1 @@
-"""Side by side with C and with other bindings, on the same work: ``python -m benchmarks``."""
+"""Comparison with C and other bindings: ``python -m benchmarks``."""

@@ -1,10 +1,10 @@
 """Measure and write the report.
 
     python -m benchmarks                          everything, into docs/
-    python -m benchmarks --only calls --quick     one group, little, into build/bench/
+    python -m benchmarks --only calls --quick     one group, few samples, into build/bench/
 
 Groups: calls, throughput, generate, prefix, tiers, reuse, state, arrays, footprint, growth,
-portable; and real and serve, which are measured only where they are named.
+portable; also real and serve, which are measured only if named.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.harness import Plan, closing
 from benchmarks.models import BUILD, ROOT
 from benchmarks.settings import EQUAL
 
-#: Measured only where they are named: they need a model of 250 MB, and the server.
+#: Measured only if named: they need a model of 250 MB, and the server.
 NAMED = ("real", "serve")
 GROUPS = (
     *("calls", "throughput", "generate", "prefix", "tiers", "reuse", "state"),
@@ -77,7 +77,7 @@ def main() -> None:
     if options.merge and path.exists():
         earlier = json.loads(path.read_text())
         result |= {key: earlier[key] for key in ("groups", "setup_seconds")}
-        for group in result["groups"].values():  # measured there, and then
+        for group in result["groups"].values():  # with their machine and commit
             group.setdefault("cpu", earlier["machine"]["cpu"])
             group.setdefault("commit", earlier["versions"]["commit"])
         reported |= earlier.get("settings", {}).get("reported", {})
@@ -87,7 +87,7 @@ def main() -> None:
         group = importlib.import_module(f"benchmarks.groups.{name}")
         print(f"{name}: {group.TITLE}", file=sys.stderr)
         start, load = time.perf_counter(), os.getloadavg()
-        # What calls llama.h without a check is there for the cost of a call alone.
+        # thin is only for the group calls.
         who = {n: c for n, c in contestants.items() if n != "thin" or name == "calls"}
         with closing(contestants):
             rows = group.run(who, plan)
@@ -100,7 +100,7 @@ def main() -> None:
             "rows": [row.as_json() for row in rows],
         }
     for name, contestant in contestants.items():
-        # A group that is measured again may open fewer contexts than the others did.
+        # A remeasured group may open fewer contexts than the others.
         reported.setdefault(name, [])
         reported[name] = sorted({*reported[name], *contestant.reported})
     result["settings"] = {"same": EQUAL, "reported": reported}

@@ -1,4 +1,4 @@
-"""What storing one token and building a mask cost in the array caches, against plain NumPy.
+"""Cost of storing a token and building a mask in the array caches, compared with plain NumPy.
 
     PYTHONPATH=src python benchmarks/array_caches.py [--rounds 9]
 
@@ -32,11 +32,11 @@ N, HEADS, DIM = 8192, 8, 128
 
 
 def nothing() -> None:
-    """Reset what needs no reset."""
+    """Do nothing."""
 
 
 def best(call: Callable[[], Any], number: int, reset: Callable[[], Any]) -> float:
-    """Seconds per call of the best of three slices, each begun by an untimed ``reset``."""
+    """Return the seconds per call of the best of three slices, each after an untimed ``reset``."""
     return min(timeit.repeat(call, reset, number=number, repeat=3)) / number
 
 
@@ -48,7 +48,7 @@ def ratio(
     n: int,
     reset: Callable[[], Any] = nothing,
 ) -> None:
-    """Print ours / other, by turns."""
+    """Print the ratio ours / other."""
     pairs = [(best(ours, n, reset), best(other, n, nothing)) for _ in range(rounds)]
     ratios = sorted(a / b for a, b in pairs)
     micro = statistics.median(a for a, _ in pairs) * 1e6
@@ -59,8 +59,8 @@ def ratio(
 def stores() -> Iterator[tuple[str, Callable[[], Any], Callable[[], Any]]]:
     """Yield each cache, filled with N tokens, the call that stores one more, and a reset.
 
-    The reset goes back to N tokens, so that a slice is the steady state: neither growth nor the
-    first touch of fresh memory falls into it.
+    The reset goes back to N tokens, so that a slice measures the steady state, without growth or
+    page faults.
     """
     many, one = np.zeros((1, HEADS, N, DIM), np.float32), np.ones((1, HEADS, 1, DIM), np.float32)
     for cache in (
@@ -98,7 +98,7 @@ def stores() -> Iterator[tuple[str, Callable[[], Any], Callable[[], Any]]]:
 
 
 def naive_stores() -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
-    """Return what plain NumPy does: assign one token per head, assign a row, concatenate."""
+    """Return plain NumPy's versions: assign one token per head, assign a row, concatenate."""
     one = np.ones((1, HEADS, 1, DIM), np.float32)
     full = np.zeros((1, HEADS, N, DIM), np.float32)
     keys, values = np.zeros((2, 1, HEADS, 2 * N, DIM), np.float32)
@@ -111,7 +111,7 @@ def naive_stores() -> tuple[Callable[[], None], Callable[[], None], Callable[[],
         values[:, :, i : i + 1] = one
 
     def bare_row() -> None:
-        # Within one forward pass a repeated put writes the same place, and so does this.
+        # Repeated puts within a forward pass write to the same place; so does this.
         tokens[0, N : N + 1] = token
         tokens[1, N : N + 1] = token
 
@@ -129,7 +129,7 @@ def main() -> None:
     bare, bare_row, concatenate = naive_stores()
     print(f"one token at {N} tokens, {HEADS} heads of {DIM}, float32; time, ratio to the other")
     for name, store, reset in stores():
-        # A token lies in one row in a causal cache, and in one row per head in the others.
+        # A token is one row in a causal cache, and one row per head in the others.
         assignment = bare_row if name.endswith("put") else bare
         ratio(f"{name} / bare assignment", store, assignment, rounds, 200, reset)
         ratio(f"{name} / np.concatenate", store, concatenate, 3, 2)

@@ -1,11 +1,11 @@
-"""What a call from Python into the compiled layer costs, in one build or in two.
+"""Cost of a call from Python into the compiled layer, in one build or two.
 
     python benchmarks/call_overhead.py
     python benchmarks/call_overhead.py --against OTHER_PYTHON [--rounds 9]
 
-The second form compares two builds (abi3 and per-version, say): another interpreter that has its
-own pykvcache is run in turn with this one, so that both meet the same noise. Figures are medians
-over the rounds of the best slice in each, in nanoseconds per call.
+The second form compares two builds, for example abi3 and per-version: another interpreter with its
+own pykvcache takes turns with this one, so that both have the same noise. Figures are medians over
+rounds of each round's best slice, in nanoseconds per call.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import timeit
 from pathlib import Path
 
 HERE = Path(__file__).resolve()
-# Short slices, many of them: the best is one that no other process interrupted.
+# Many short slices, so that the best one was not interrupted.
 REPEAT = 100
 
 
 def measure(model_path: str) -> dict[str, float]:
-    """Nanoseconds per call of each operation, with the package of this interpreter."""
+    """Return nanoseconds per call of each operation, with this interpreter's package."""
     import numpy as np
 
     from pykvcache import LlamaContext, LlamaModel
@@ -61,7 +61,7 @@ def run_in(python: str, model_path: str) -> dict[str, float]:
 
 
 def tiny_model(folder: str) -> str:
-    """Write the tests' tiny llama model, whose decode is mostly overhead."""
+    """Write the tests' tiny llama, whose decode is mostly overhead."""
     sys.path.insert(0, str(HERE.parents[1] / "tests"))
     from support.models import make_model
 

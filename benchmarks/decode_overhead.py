@@ -1,12 +1,12 @@
-"""What our own code adds to a decode and to its batch: beside C, and beside another build.
+"""Overhead of our code on a decode and its batch, compared with C and with another build.
 
     python -m benchmarks.decode_overhead [--against OTHER_PYTHON] [--rounds 15]
 
-One thread, and models so small that a decode is mostly overhead. C is `benchmarks/c/` on
-the static libraries of this build. ``--against`` names an interpreter that has its own pykvcache
-(the build before a change, say). The processes take turns, so all meet the same noise; a sample is
-the best of many slices, a figure the median over the rounds, and the last columns are medians
-of what each round has over C.
+One thread, and models so small that a decode is mostly overhead. C is `benchmarks/c/` with this
+build's static libraries. ``--against`` names an interpreter with its own pykvcache, for example the
+build before a change. The processes take turns, so that all have the same noise. A sample is the
+best of many slices, a figure the median over rounds; the last columns are medians of each round's
+difference from C.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PARALLEL = (1, 4, 16)
 
 
 def measure(contestants: dict[str, Contestant], plan: Plan) -> list[Row]:
-    """Take turns at the batch calls on the story model, and at decodes on two models."""
+    """Measure batch calls on the story model, and decodes on two models, in turns."""
     rows: list[Row] = []
     for model, path in (("tiny", tiny()), ("stories", STORIES)):
         open_all(contestants, path, n_ctx=1024, n_seq_max=64, threads=1)

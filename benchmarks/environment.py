@@ -1,4 +1,4 @@
-"""What the figures were measured on."""
+"""Facts about the machine, versions and models of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def first_line(path: str, key: str) -> str | None:
 
 
 def output_of(*command: str) -> str | None:
-    """Return what a command prints, None where it is not there."""
+    """Return a command's output; None if it does not exist."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     except OSError:
@@ -48,7 +48,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions(contestants: Mapping[str, Contestant]) -> dict[str, Any]:
-    """Return what every contestant says of itself."""
+    """Return the versions that every contestant reports."""
     lock = (ROOT / "vendor" / "llama.cpp.lock").read_text().split(" ", 1)[0]
     found: dict[str, Any] = {
         "python": sys.version.split()[0],
@@ -63,7 +63,7 @@ def versions(contestants: Mapping[str, Contestant]) -> dict[str, Any]:
 
 
 def models() -> dict[str, Any]:
-    """Return what the models are."""
+    """Return facts about the models."""
     return {
         "stories": {"bytes": STORIES.stat().st_size, "what": "the embedded model"},
         "30M": {

@@ -1,4 +1,4 @@
-"""Running contestants by turns, and what is kept of it."""
+"""Runs contestants in turns, and keeps their samples."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from typing import Any
 
 Answer = dict[str, Any]
 
-#: The same C program once more: what lies between the two is the machine's.
+#: The same C program again; the difference is noise.
 AGAIN = "C again"
 
-#: OpenMP threads of a process that waits for its turn spin for some milliseconds.
+#: Keeps OpenMP threads of waiting processes from spinning.
 PAUSE = 0.01
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much to measure."""
+    """Numbers of samples and slices."""
 
     samples: int = 7
     few: int = 7
-    """Samples of what takes seconds; fewer in a brief run."""
+    """Number of samples of measurements that take seconds; fewer in a brief run."""
     slices: int = 150
     quick: bool = False
 
@@ -40,7 +40,7 @@ def few(plan: Plan) -> Plan:
 
 
 class Contestant:
-    """A process that answers one request after the other."""
+    """A process that answers requests one after the other."""
 
     def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None):
         self.name = name
@@ -49,12 +49,12 @@ class Contestant:
         self.process: subprocess.Popen[str] | None = None
         self.missing: str | None = None
         self.unopened: str | None = None
-        """Why its last context could not be opened; nothing is measured without it."""
+        """Why its last context could not be opened, if so."""
         self.reported: Answer = {}
-        """Settings that its contexts reported, the last ones."""
+        """Settings that its last context reported."""
 
     def ask(self, do: str, **request: Any) -> Answer:
-        """Send a request and wait for its answer; ``error`` tells what could not be done."""
+        """Send a request and return its answer, which has ``error`` on failure."""
         why = self.missing or (self.unopened if do != "open" else None)
         if why is not None:
             return {"error": why}
@@ -75,7 +75,7 @@ class Contestant:
             self.process.stdin.flush()
             line = self.process.stdout.readline()
         if not line:
-            # What it had opened is gone with it.
+            # Its context is lost too.
             self.unopened = f"the process ended with {self.close()} at {do!r}"
             return {"error": self.unopened}
         answer: Answer = json.loads(line)
@@ -97,7 +97,7 @@ class Contestant:
 
 @dataclass
 class Row:
-    """One thing measured: raw samples per contestant, and what could not be measured."""
+    """A measurement: raw samples per contestant, and errors."""
 
     name: str
     unit: str
@@ -106,7 +106,7 @@ class Row:
     notes: dict[str, Any] = field(default_factory=dict)
 
     def median(self, who: str) -> float:
-        """Return the median of a contestant, NaN if it has none."""
+        """Return the median of a contestant; NaN without samples."""
         values = self.samples.get(who)
         return statistics.median(values) if values else float("nan")
 
@@ -119,9 +119,9 @@ class Row:
         *,
         warm_up: bool = False,
     ) -> None:
-        """Keep a sample of a contestant, but for that of a warm-up; or why it has none."""
+        """Keep a contestant's sample (unless from a warm-up) or its error."""
         if "error" in answer:
-            # Where the project lies on this machine is nobody's business.
+            # Remove the project's path from messages.
             self.errors[who] = answer["error"].replace(f"{Path.cwd()}{os.sep}", "")
             self.samples.pop(who, None)
         elif not warm_up:
@@ -131,12 +131,12 @@ class Row:
                     self.notes.setdefault(key, {})[who] = answer[key]
 
     def ratios(self, who: str, other: str) -> list[float]:
-        """Return sample by sample ratios of two contestants."""
+        """Return the ratios of two contestants per sample."""
         pairs = zip(self.samples.get(who, []), self.samples.get(other, []), strict=False)
         return [a / b for a, b in pairs if b]
 
     def as_json(self) -> dict[str, Any]:
-        """Return what the JSON holds."""
+        """Return the row for the JSON."""
         return {
             "name": self.name,
             "unit": self.unit,
@@ -147,18 +147,18 @@ class Row:
 
 
 def rotated(names: Sequence[str], turn: int) -> list[str]:
-    """Return the order of a round: everybody in turn is the first."""
+    """Return the order of a round; each contestant is first in turn."""
     first = turn % max(1, len(names))
     return [*names[first:], *names[:first]]
 
 
 def counted(n: int, what: str) -> str:
-    """Write a number of things."""
+    """Write a count with its noun."""
     return f"{n} {what}{'' if n == 1 else 's'}"
 
 
 def leave_out(rows: Iterable[Row], who: str, why: str) -> None:
-    """Say why a contestant was not asked, where it has neither samples nor an error."""
+    """Record a reason for rows without samples and error of a contestant."""
     for row in rows:
         if who not in row.samples:
             row.errors.setdefault(who, why)
@@ -174,16 +174,16 @@ def interleave(
 ) -> Row:
     """Measure each side in turn, A B C, B C A, C A B, after one round of warm-up.
 
-    Who comes first changes, so that nobody always follows the same one; pairs are of one round.
+    The order changes, so that no contestant always follows the same one. Pairs are of one round.
 
     Parameters
     ----------
     sides
-        What to run for each contestant.
+        Function to run for each contestant.
     value
-        What of an answer is the sample.
+        Function that extracts the sample from an answer.
     note
-        Keys of the answer to keep beside the samples, from its last answer.
+        Keys of the last answer to keep as notes.
     """
     row = Row(name, unit)
     for turn in range(plan.samples + 1):
@@ -197,7 +197,7 @@ def interleave(
 
 
 def show(row: Row, scale: float, unit: str, base: str = "C") -> None:
-    """Print one line about a row to stderr, so that a long run is not silent."""
+    """Print a line about a row to stderr, as progress."""
     cells = []
     for who in row.samples:
         cell = f"{who} {row.median(who) * scale:.4g}"
@@ -210,7 +210,7 @@ def show(row: Row, scale: float, unit: str, base: str = "C") -> None:
 
 @contextlib.contextmanager
 def closing(contestants: Mapping[str, Contestant]) -> Iterator[Mapping[str, Contestant]]:
-    """End every process at the end."""
+    """End all processes at the end of the block."""
     try:
         yield contestants
     finally:

@@ -1,4 +1,4 @@
-"""The models that everybody measures with, written on demand."""
+"""The models for measurements, written on demand."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ STORIES = ROOT / "models" / "stories.gguf"
 #: 30 million parameters: 8 layers, 384 wide, 6 heads of 64, 4 of them for K and V.
 WIDE = {"n_embd": 384, "n_layer": 8, "n_ff": 1600, "n_head": 6, "n_head_kv": 3}
 N_VOCAB = 32_000
-#: 135 million: the sizes of SmolLM2-135M, among the smallest that people talk with.
+#: 135 million parameters, with the sizes of SmolLM2-135M.
 SMALLEST = {"n_embd": 576, "n_layer": 30, "n_ff": 1536, "n_head": 9, "n_head_kv": 3}
 SMALLEST_VOCAB = 49_152
-#: The types of weights that `medium` can be written in.
+#: Weight types of `medium`.
 WEIGHTS = ("f16", "q8_0", "q4_0")
 
 
 def _tests() -> None:
-    """Let the generator of the tests' models be imported."""
+    """Make the generator of the tests' models importable."""
     tests = str(ROOT / "tests")
     if tests not in sys.path:
         sys.path.insert(0, tests)
 
 
 def tiny() -> Path:
-    """Write the tests' tiny llama: a decode is mostly overhead."""
+    """Write the tests' tiny llama, whose decode is mostly overhead."""
     _tests()
     from support.models import make_model
 
@@ -35,7 +35,7 @@ def tiny() -> Path:
 
 
 def many_bytes() -> Path:
-    """Write a llama whose cells have 32 KiB, as those of some billions of parameters: 16 layers."""
+    """Write a llama with 32 KiB per cell, as with some billions of parameters: 16 layers."""
     _tests()
     from support.models import make_model
 
@@ -54,7 +54,7 @@ def smallest() -> Path:
 
 
 def random_llama(name: str, sizes: dict[str, int], n_vocab: int, weights: str = "f16") -> Path:
-    """Write a llama whose output is its table of tokens, as in many small models."""
+    """Write a llama with tied embeddings, as in many small models."""
     path = BUILD / "models" / f"{name}{'' if weights == 'f16' else '-' + weights}.gguf"
     if path.exists():
         return path

@@ -1,9 +1,9 @@
-"""What a second context on the same model gains: ``python benchmarks/threads.py [MODEL]``.
+"""Gain of a second context on the same model: ``python benchmarks/threads.py [MODEL]``.
 
-Two contexts, one thread each, decode the same tokens first one after the other, then side by
-side in two threads of this process. The ratio of the two times is 2 on two idle cores that share
-nothing; what this machine's cores really give is measured beside it, by two processes that do
-the same and share no interpreter, no lock and no model. Medians of several rounds are printed.
+Two contexts, one thread each, decode the same tokens one after the other, then in parallel in two
+threads of this process. The ratio of the times is 2 on two idle cores that share nothing. For
+comparison, two processes do the same without sharing an interpreter, lock or model. Prints medians
+of several rounds.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ def open_context(model: LlamaModel) -> LlamaContext:
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Return the seconds that a call takes."""
+    """Return the seconds of a call."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
 def in_turn(contexts: list[LlamaContext], prompt: int, steps: int) -> None:
-    """Let one context work after the other."""
+    """Run the contexts one after the other."""
     for ctx in contexts:
         work(ctx, prompt, steps)
 
 
 def in_threads(contexts: list[LlamaContext], prompt: int, steps: int) -> None:
-    """Let all contexts work at the same time."""
+    """Run all contexts in parallel."""
     threads = [threading.Thread(target=work, args=(ctx, prompt, steps)) for ctx in contexts]
     for thread in threads:
         thread.start()
@@ -58,7 +58,7 @@ def in_threads(contexts: list[LlamaContext], prompt: int, steps: int) -> None:
 
 
 def worker(path: Path, prompt: int, steps: int, rounds: int, gate: Barrier) -> None:
-    """Work once per round, between two meetings at the gate."""
+    """Work once per round, between two barriers."""
     with LlamaModel(path) as model, open_context(model) as ctx:
         work(ctx, prompt, steps)
         for _ in range(rounds):
@@ -90,7 +90,7 @@ def main() -> None:
             work(ctx, *size)
         threads, processes = [], []
         for _ in range(options.rounds):
-            gate.wait()  # the first time: both have loaded
+            gate.wait()  # both have loaded
             apart = timed(gate.wait)
             alone = timed(lambda: in_turn(contexts, *size))
             together = timed(lambda: in_threads(contexts, *size))

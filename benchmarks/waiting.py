@@ -1,10 +1,10 @@
-"""What threads cost that wait: one token and a prompt, by threads and wait policy, idle and loaded.
+"""Cost of waiting threads: one token and a prompt, by threads and wait policy, idle and loaded.
 
     python -m benchmarks.waiting [--model FILE] [--rounds 5] [--load 2]
 
-Each figure is the median of rounds in processes that take turns. Loaded means that `--load` other
+Figures are medians of rounds in processes that take turns. Loaded means that `--load` other
 processes compute all the time. The policies are those of ``OMP_WAIT_POLICY``: unset spins for at
-most 20 us, 1 ms between two decodes, "passive" sleeps at once, "active" spins for 2 ms.
+most 20 us (1 ms between two decodes), "passive" sleeps at once, "active" spins for 2 ms.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ print((time.perf_counter() - middle) / 60 * 1e6, (middle - begin) * 1e3)
 
 
 def once(model: Path, threads: int, policy: str | None) -> tuple[float, float]:
-    """Microseconds of a token, milliseconds of a prompt of 256."""
+    """Return microseconds of a token and milliseconds of a prompt of 256."""
     env = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
     if policy:
         env["OMP_WAIT_POLICY"] = policy

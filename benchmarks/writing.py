@@ -1,4 +1,4 @@
-"""How the report writes numbers and tables."""
+"""Formatting of numbers and tables in the report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 
 def number(value: float) -> str:
-    """Write a number with three digits or so."""
+    """Write a number with about three digits."""
     if math.isnan(value):
         return "-"
     size = abs(value)
@@ -18,7 +18,7 @@ def number(value: float) -> str:
 
 
 def spread(values: list[float], scale: float = 1) -> str:
-    """Write the median with the lowest and the highest."""
+    """Write the median with minimum and maximum."""
     if not values:
         return "-"
     low, middle, high = min(values), statistics.median(values), max(values)

@@ -1,11 +1,10 @@
-"""What values left in the x87 unit's registers cost a decode: the reason for `_native/guard/x87.h`.
+"""Cost of values left in x87 registers for a decode: the reason for `_native/guard/x87.h`.
 
     python -m benchmarks.x87 [--rounds 60]
 
-One process, one thread, the 30M model, sixteen sequences: decodes with the unit at rest and in use
-take turns, measured in the thread's own time, which other programs do not take from. The binding
-would put it to rest, but for another control word: that it leaves alone.
-llama.cpp itself computes nothing there. Needs an x86-64 processor and a C compiler.
+One process, one thread, the 30M model, sixteen sequences: decodes with a reset and a used unit take
+turns, measured in the thread's CPU time, which other programs do not affect. A special control word
+keeps the binding from resetting the unit. Needs an x86-64 processor and a C compiler.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ PARALLEL, STEPS = 16, 8
 
 
 def unit() -> ctypes.CDLL:
-    """Compile what reads and sets the unit's state."""
+    """Compile functions that read and set the unit's state."""
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder) / "unit.c", Path(folder) / "unit.so"
         source.write_text(SOURCE)
@@ -51,7 +50,7 @@ def unit() -> ctypes.CDLL:
 
 
 def fastest(ctx: LlamaContext) -> float:
-    """Return the processor time of the fastest of some steps, one token for each sequence."""
+    """Return the CPU time of the fastest step of one token per sequence."""
     ctx.clear_kv_cache()
     best = float("inf")
     sequences, logits = np.arange(PARALLEL), np.ones(PARALLEL, bool)

@@ -1,4 +1,4 @@
-"""Beam search: fork the best continuations at every step, and let go of the rest.
+"""Beam search: fork the best continuations at every step, and drop the rest.
 
 A fork shares the cells of its prefix, so a beam costs one token per step.
 

@@ -1,4 +1,4 @@
-"""Best of n: sample several answers at once, keep the one that the model finds likeliest.
+"""Best of n: sample several answers at once, keep the likeliest one.
 
 The prompt is evaluated once, and every step is one decode for all samples.
 

@@ -1,6 +1,6 @@
-"""Chat in the terminal: a history that grows, and an answer that can be taken back with /undo.
+"""Chat in the terminal, with /undo for the last turn.
 
-Only what is new is evaluated: the tokens of earlier turns are in the memory already.
+Only new tokens are evaluated: those of earlier turns are already in the memory.
 Usage: python examples/chat.py [model.gguf]     (a model's chat template needs the extra "cli")
 """
 
@@ -16,7 +16,7 @@ with LlamaModel(path) as model, LlamaContext(model, n_ctx=2048) as ctx:
     print(ready and f"(/undo takes a turn back, Ctrl-D ends)\n{ready}", end="", flush=True)
     for line in sys.stdin:
         if line.strip() == "/undo" and turns:
-            talk.sync(turns.pop())  # also what a full cache has dropped since
+            talk.sync(turns.pop())  # restores even what a full cache has dropped since
             del messages[-2:]
             print(f"(back to {len(talk)} tokens)\n{ready}", end="", flush=True)
             continue

@@ -1,8 +1,8 @@
-"""Generate more text than the cache holds: drop the oldest part, close the gap, go on.
+"""Generate more text than fits the cache: drop the oldest part, close the gap, continue.
 
-The beginning of the prompt stays. The kept tokens are not evaluated again, which is fast, but
-what was computed for them once saw the dropped ones: it is not what a fresh run over the kept
-tokens would give.
+The beginning of the prompt stays. Kept tokens are not evaluated again, which is fast, but their
+keys and values were computed while the dropped tokens were visible, so the result differs from a
+fresh run over the kept tokens.
 
 Usage: python examples/endless_generation.py [model.gguf]
 """
@@ -32,7 +32,7 @@ with LlamaModel(path) as model, LlamaContext(model, n_ctx=256, n_seq_max=1) as c
                 ctx.decode(pending)
                 pending = []
             except NoKvCacheSlot as full:
-                pending = pending[full.n_decoded :]  # what was stored before stays
+                pending = pending[full.n_decoded :]  # the decoded ones stay
                 end = ctx.kv_cache_seq_pos_max(0) + 1
                 drop = (end - keep) // 2
                 if not ctx.clear_kv_cache_seq(0, keep, keep + drop):

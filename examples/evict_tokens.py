@@ -1,8 +1,8 @@
-"""Throw tokens out of the cache by what their keys look like, and measure what that costs.
+"""Evict tokens by properties of their keys, and measure the cost.
 
-Of stories that the model told, half and three quarters of the tokens are dropped in NumPy, by
-several rules; then the next 64 are scored: how many nats each surprises the model more by than
-with the whole cache. Layers share their cells: a token counts by its mean. 17 tokens always stay.
+In stories of the model, half and three quarters of the tokens are dropped in NumPy by several
+rules. The score is how many nats more each of the next 64 tokens surprises the model than with the
+whole cache. Layers share cells, so a token counts by its mean over layers. 17 tokens always stay.
 
 Usage: python examples/evict_tokens.py [model.gguf]
 """
@@ -29,7 +29,7 @@ with LlamaModel(path) as model, LlamaContext(model, n_ctx=1024, n_seq_max=2) as 
         read = len(tokens) - SCORED
         if read < 4 * RECENT:
             sys.exit("the stories of this model are too short to drop parts of them")
-        ctx.clear_kv_cache_seq(0, read)  # the scored part is not known yet
+        ctx.clear_kv_cache_seq(0, read)  # remove the part to be scored
         whole = ctx.kv(0, dtype=np.float32)
         keys = np.mean([np.linalg.norm(x.keys, axis=-1).mean(-1) for x in whole.layers], axis=0)
         values = np.mean([np.linalg.norm(x.values, axis=-1).mean(-1) for x in whole.layers], axis=0)

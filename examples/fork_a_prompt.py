@@ -19,13 +19,12 @@ path = sys.argv[1] if len(sys.argv) > 1 else embedded_model_path()
 with LlamaModel(path) as model, LlamaContext(model, n_ctx=1024, n_seq_max=FORKS + 1) as ctx:
     prompt = model.tokenize(PROMPT)
 
-    # Sequence 0 holds the prompt but for its last token: each fork evaluates that one itself,
-    # because its logits are where the continuations part.
+    # Sequence 0 has the prompt except its last token, which each fork evaluates to get logits.
     ctx.decode(prompt[:-1], seq_id=0)
     print(f"prompt: {ctx.tokens_evaluated} tokens evaluated")
 
     for fork in range(1, FORKS + 1):
-        # The fork shares the cells of sequence 0: nothing is computed, nothing is copied.
+        # The fork shares the cells of sequence 0 without computing or copying.
         ctx.copy_kv_cache_seq(0, fork)
         sampler = Sampler(temperature=0.4 * fork, seed=fork)
         tokens = list(ctx.generate(prompt[-1:], LENGTH, sampler, seq_id=fork))

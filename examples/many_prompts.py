@@ -1,4 +1,4 @@
-"""Many prompts over few sequence ids: they run together, and those that do not fit wait.
+"""Many prompts on few sequence ids: they run together, and the rest waits.
 
 Usage: python examples/many_prompts.py [model.gguf]
 """

@@ -20,13 +20,13 @@ except ImportError:
     raise SystemExit("this example needs gguf: pip install 'pykvcache[gguf]'") from None
 
 Array = NDArray[Any]
-# (layer, K, V, positions) of the new tokens, K and V as (tokens, heads, dim), to those of all
-# tokens and to which of them each new token sees: the only thing a forward pass asks of a cache.
+# The interface of a cache for a forward pass: takes (layer, K, V, positions) of new tokens, K and V
+# as (tokens, heads, dim); returns K and V of all tokens, and which of them each new token sees.
 Exchange = Callable[[int, Array, Array, Array], tuple[Array, Array, Array]]
 
 
 def on_kv_caches(caches: Sequence[KVCache]) -> Exchange:
-    """Run on mlx-style caches, one per layer, of ``(batch, heads, tokens, dim)``."""
+    """Use mlx-style caches, one per layer, of ``(batch, heads, tokens, dim)``."""
 
     def exchange(layer: int, k: Array, v: Array, positions: Array) -> tuple[Array, Array, Array]:
         mask = caches[layer].make_mask(len(k), return_array=True)
@@ -38,7 +38,7 @@ def on_kv_caches(caches: Sequence[KVCache]) -> Exchange:
 
 
 def on_causal_cache(cache: CausalCache, sequence: int = 0) -> Exchange:
-    """Run on one sequence of an Ollama-style cache; it builds the mask."""
+    """Use one sequence of an Ollama-style cache, which builds the mask."""
 
     def exchange(layer: int, k: Array, v: Array, positions: Array) -> tuple[Array, Array, Array]:
         if layer == 0:
@@ -52,7 +52,7 @@ def on_causal_cache(cache: CausalCache, sequence: int = 0) -> Exchange:
 
 
 def on_flat_cache(cache: FlatKVCache) -> Exchange:
-    """Run on a flat cache; the mask is ours to build."""
+    """Use a flat cache, and build the mask."""
 
     def exchange(layer: int, k: Array, v: Array, positions: Array) -> tuple[Array, Array, Array]:
         cache.extend(layer, k.ravel(), v.ravel())
@@ -85,7 +85,7 @@ class Llama:
         self.freqs /= self.weights.get("rope_freqs.weight", 1.0)
 
     def rope(self, x: Array, positions: ArrayLike) -> Array:
-        """Turn each pair of neighbours of ``(tokens, heads, dim)``; a shift is a turn, too."""
+        """Rotate each pair of neighbours of ``(tokens, heads, dim)``; also used for shifts."""
         angles, n_rot = np.asarray(positions)[:, None, None] * self.freqs, 2 * self.freqs.size
         turned = (x[..., :n_rot:2] + 1j * x[..., 1:n_rot:2]) * np.exp(1j * angles)
         out = x.astype(np.float32)
@@ -104,7 +104,7 @@ class Llama:
             x += self._linear(self._attend(self.rope(q, positions), *history), f"{blk}attn_output")
             h = self._norm(x, f"{blk}ffn_norm")
             gate = self._linear(h, f"{blk}ffn_gate")
-            gate *= 0.5 + 0.5 * np.tanh(gate / 2)  # SiLU, without an exp that overflows
+            gate *= 0.5 + 0.5 * np.tanh(gate / 2)  # SiLU without overflow
             x = x + self._linear(gate * self._linear(h, f"{blk}ffn_up"), f"{blk}ffn_down")
         output = "output" if "output.weight" in self.weights else "token_embd"
         return self._linear(self._norm(x, "output_norm"), output)

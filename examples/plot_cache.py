@@ -1,7 +1,7 @@
-"""Draw what is in a cache: the length of the keys, and which cells three sequences share.
+"""Draw a cache: the length of the keys, and the cells that three sequences share.
 
-A story is forked twice and told on in three ways. Above: the mean length of each token's keys in
-every layer, read where they lie. Below: the cells; the story's belong to all three sequences.
+A story is forked twice and continued in three ways. Above: the mean length of each token's keys in
+every layer, read in place. Below: the cells; those of the story belong to all three sequences.
 Usage: python examples/plot_cache.py [model.gguf] [picture.png]      (needs pykvcache[plot])
 """
 

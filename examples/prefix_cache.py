@@ -1,4 +1,4 @@
-"""A prefix cache: a chat and a tree of questions, of which only what is new is evaluated.
+"""A prefix cache: a chat and a tree of questions, of which only new tokens are evaluated.
 
 Usage: python examples/prefix_cache.py [model.gguf]
 """
@@ -15,7 +15,7 @@ with LlamaModel(path) as model, LlamaContext(model, n_ctx=1024) as ctx:
     chat = STORY
     for turn in ("Tom has a dog.", "Lucy goes to the mill.", "The next morning"):
         chat += turn
-        with cache.sequence(chat) as sequence:  # closing it gives the cache what is new
+        with cache.sequence(chat) as sequence:  # closing it stores new tokens in the cache
             chat += "".join(sequence.stream(20))
         print(f"chat: {sequence.reuse.evaluated:3} of {sequence.reuse.n_tokens:3} tokens evaluated")
 

@@ -1,4 +1,4 @@
-"""Keep what was read in blocks on disk, and read only what no earlier prompt had in front.
+"""Store blocks on disk, and evaluate only tokens that no earlier prompt had.
 
 Usage: python examples/prefix_store.py [model.gguf]
 """
@@ -30,7 +30,7 @@ with tempfile.TemporaryDirectory() as store, LlamaModel(path) as model:
                     "alone: examples/prefix_cache.py works with every model"
                 )
             prompt = model.tokenize(STORY + end)
-            # A block's name depends on all tokens up to its end: so do its keys and values.
+            # A block's name depends on all tokens up to its end, like its keys and values.
             names = [
                 Path(store, hashlib.sha256(prompt[:at].tobytes()).hexdigest())
                 for at in range(SIZE, len(prompt), SIZE)

@@ -1,4 +1,4 @@
-"""Ask about a story, take the question back, and ask another: the story is evaluated once.
+"""Ask about a story, remove the question, and ask another: the story is evaluated once.
 
 Usage: python examples/rewind.py [model.gguf]
 """
@@ -19,7 +19,7 @@ path = sys.argv[1] if len(sys.argv) > 1 else embedded_model_path()
 with LlamaModel(path) as model, LlamaContext(model, n_ctx=512) as ctx:
     ctx.decode(model.tokenize(STORY))
     end = ctx.kv_cache_seq_pos_max(0) + 1
-    # Attention steps back by itself; a recurrent state and a window need a copy, made in time.
+    # Attention can be rewound; a recurrent state and a window need a copy made before.
     here = None if ctx.memory_kind == "attention" else ctx.get_partial_state(0)
 
     for question in QUESTIONS:

@@ -1,4 +1,4 @@
-"""Read a story once, save what was read, and answer questions from it in another context.
+"""Evaluate a story once, save it, and answer questions about it in another context.
 
 Usage: python examples/save_and_resume.py [model.gguf]
 """
@@ -31,7 +31,7 @@ with tempfile.TemporaryDirectory() as folder:
     info = describe_state(file)
     print(f"{info.metadata['title']}: {info.n_tokens} tokens, {info.fingerprint.memory} memory")
 
-    # Another context, of another size: everything is checked before it is touched.
+    # Another context of another size; everything is checked before it changes.
     with LlamaContext(model, n_ctx=1024, n_seq_max=2, kv_unified=False) as ctx:
         state = ctx.load_sequence(file, 1)
         assert state.tokens is not None

@@ -1,4 +1,4 @@
-"""Try several ends for a story from one snapshot in memory, also with recurrent models.
+"""Try several endings of a story from one snapshot in memory, also with recurrent models.
 
 Usage: python examples/snapshots.py [model.gguf]
 """
@@ -15,7 +15,7 @@ path = sys.argv[1] if len(sys.argv) > 1 else embedded_model_path()
 with LlamaModel(path) as model, LlamaContext(model, n_ctx=512) as ctx:
     start = model.tokenize(START)
     ctx.decode(start[:-1])
-    # One buffer for all snapshots: nothing is allocated when one is taken.
+    # One buffer for all snapshots, so that taking one allocates nothing.
     room = np.empty(ctx.state_size(0), np.uint8)
     snapshot = ctx.get_state(0, out=room)
     print(f"snapshot: {len(start) - 1} tokens, {len(snapshot)} bytes")

@@ -1,7 +1,7 @@
-// The plain C side of the benchmarks: llama.h and nothing between.
+// The plain C side of the benchmarks, directly on llama.h.
 //
 // One request per line on stdin, one answer per line on stdout, both flat JSON objects; the
-// requests are those of benchmarks/peers/worker.py. Whatever a request holds is trusted.
+// requests are those of benchmarks/peers/worker.py, and are trusted.
 #include <time.h>
 #include <unistd.h>
 

@@ -1,4 +1,4 @@
-// What the parts of the plain C side share: the context, the request, and how tokens get in.
+// Shared by the plain C side: the context, the request, appending tokens.
 #pragma once
 #include <stdbool.h>
 #include <stdint.h>
@@ -12,14 +12,14 @@ extern struct llama_context * ctx;
 extern struct llama_batch     batch;
 extern llama_memory_t         mem;
 extern int                    n_vocab, n_seq_max;
-extern uint8_t *              blob;  // the state that is kept
+extern uint8_t *              blob;  // the kept state
 extern size_t                 blob_size;
-extern volatile int64_t       sink;  // where results go, so that no call is left out
+extern volatile int64_t       sink;  // takes results, so that calls are not optimised away
 
 double       now(void);
-const char * find(const char * key);  // the value of a key of the request, NULL without one
+const char * find(const char * key);  // value of a key of the request, or NULL
 long         number(const char * key, long otherwise);
-const char * text(const char * key);  // good until the next call
+const char * text(const char * key);  // valid until the next call
 static inline bool is(const char * value, const char * other) { return strcmp(value, other) == 0; }
 
 // Tokens [from, from + n) of a sequence, at the same positions, with logits for the last.
@@ -28,7 +28,7 @@ void decode(void);
 void extend(int seq, int n);
 int  token_at(int i);
 
-// bench_calls.c: what the sequences but 0 hold before a call, and the requests.
+// bench_calls.c: contents of the sequences except 0 before a call, and the requests.
 void prepare(const char * what);
 void do_call(void);
 

@@ -1,4 +1,4 @@
-// Group 1: what one call costs.
+// Group 1: cost of one call.
 #include "bench.h"
 
 static void fill(const int * tokens, int n) {
@@ -13,7 +13,7 @@ static void fill(const int * tokens, int n) {
     __asm__ volatile("" ::: "memory");
 }
 
-// Every sequence but 0 is emptied, filled with four tokens of its own, or made a copy of 0.
+// Empty every sequence except 0, fill it with four tokens, or make it a copy of 0.
 void prepare(const char * what) {
     for (int s = 1; s < n_seq_max; ++s) {
         llama_memory_seq_rm(mem, s, -1, -1);
@@ -31,7 +31,7 @@ void prepare(const char * what) {
     }
 }
 
-// The sequences but 0 in another order each time: a processor learns a short pass by heart.
+// The sequences except 0 in a new order each time, because branch prediction learns a short pass.
 static int * shuffled(void) {
     static int order[256];
     for (int i = 1; i < n_seq_max; ++i) {
@@ -42,9 +42,9 @@ static int * shuffled(void) {
     return order;
 }
 
-// Seconds of some rounds over all sequences but 0; what is shifted by 1 is shifted back by turns.
+// Seconds of rounds over all sequences except 0; shifts by 1 alternate in direction.
 static double pass(const char * what, int rounds, int * calls, const float ** row) {
-    static int  tokens[512];  // zeros: what is copied does not matter
+    static int  tokens[512];  // zeros; the values do not matter
     static float copy[1 << 18];
     const int   n = n_seq_max;
     const int   last = llama_memory_seq_pos_max(mem, 0);
@@ -70,7 +70,7 @@ static double pass(const char * what, int rounds, int * calls, const float ** ro
         }
         return now() - t;
     }
-    t = 1e18;  // for a call that is not known
+    t = 1e18;  // unknown call
     prepare(what);
     const int * order = shuffled();
 #define EACH(name, call)                                                                           \

@@ -1,7 +1,7 @@
 // Groups 2 and 3: throughput, and the time to the first token.
 #include "bench.h"
 
-// What a greedy sampler does: it reads every logit once.
+// A greedy sampler: reads every logit once.
 static int first_token(void) {
     const float * row = llama_get_logits_ith(ctx, -1);
     int best = 0;
@@ -13,7 +13,7 @@ static int first_token(void) {
     return best;
 }
 
-// `steps` decodes of one token for each of n sequences, or one prompt cut among n sequences.
+// `steps` decodes of one token for each of n sequences, or one prompt divided among n sequences.
 void do_generate(bool prefill) {
     int n = (int) number("parallel", 1), steps = (int) number("steps", 16), from = (int) number("depth", 32);
     int each = (int) number("tokens", 512) / n;
@@ -45,7 +45,7 @@ void do_generate(bool prefill) {
     printf("{\"seconds\": %.9f, \"tokens\": %d}\n", t, prefill ? each * n : n);
 }
 
-// One batch behind what sequence 0 holds.
+// One batch after sequence 0's tokens.
 void do_append(void) {
     const int n = (int) number("tokens", 64), from = llama_memory_seq_pos_max(mem, 0) + 1;
     double    t = now();
@@ -56,7 +56,7 @@ void do_append(void) {
     printf("{\"seconds\": %.9f, \"tokens\": %d}\n", t, n);
 }
 
-// Seconds until sequence 1 holds the prefix, and until the first token after its own tail.
+// Seconds until sequence 1 has the prefix, and until the first token after its tail.
 void do_prefix(void) {
     char   how[32];
     int    n = (int) number("n", 256), tail = (int) number("tail", 16), evaluated = tail;

@@ -1,5 +1,5 @@
-// Group generate: many generations at once, with llama.cpp's samplers. The batches are those that a
-// BatchGenerator makes: one token of each that runs, then the prompts that have come.
+// Group generate: many generations at once with llama.cpp's samplers, in a BatchGenerator's batches:
+// one token of each running request, then new prompts.
 #include <math.h>
 
 #include "bench.h"
@@ -8,7 +8,7 @@
 
 struct request {
     int                    start, length, n_new, arrival;
-    int                    seq, made;  // -1: not yet
+    int                    seq, made;  // -1: not started
     llama_token            last;
     struct llama_sampler * sampler;
 };
@@ -50,7 +50,7 @@ static void add(llama_token token, int pos, int seq, bool logits) {
     batch.logits[at] = logits;
 }
 
-// Choose from a row; whether that was the last token.
+// Choose from a row; returns whether that was the last token.
 static bool choose(struct request * r, int row) {
     r->last = llama_sampler_sample(r->sampler, ctx, row);
     return ++r->made == r->n_new;
@@ -70,7 +70,7 @@ void do_many(void) {
         requests[i].sampler = sampler((uint32_t) i + 1);
     }
     for (int step = 0; ended < n; ++step) {
-        // The samples of a prompt wait for its evaluation.
+        // Samples of a prompt wait for its evaluation.
         while (next < n && n_running < slots && requests[next].arrival <= step && !(best && next == 1 && step == 0)) {
             if (requests[next].seq < 0) {
                 int seq = 0;

@@ -5,7 +5,7 @@
 
 #include "bench.h"
 
-// The state of sequence 0: kept here, and written as llama.cpp's own file.
+// Keep the state of sequence 0, and write it as llama.cpp's own file.
 void do_keep_state(void) {
     llama_token * tokens;
     int           n = (int) number("n", 0);
@@ -50,8 +50,8 @@ void do_state(void) {
             llama_memory_seq_rm(mem, 0, -1, -1);
         }
         double    t = now();
-        // Another place within a page each time: some halve the speed of 1 MiB, and which one
-        // malloc happens to give says nothing.
+        // Vary the offset within a page, because some offsets halve the speed of 1 MiB and malloc's
+        // is arbitrary.
         uint8_t * to = out + i % 16 * 256;
         if (fresh) {
             to = malloc(saves ? llama_state_seq_get_size(ctx, 0) : blob_size);
@@ -65,7 +65,7 @@ void do_state(void) {
             sink += (int64_t) llama_state_seq_set_data(ctx, blob, blob_size, 0);
         }
         if (fresh) {
-            free(to);  // an object of Python's goes within the time too
+            free(to);  // timed, because Python's objects are freed within the time too
         }
         t = now() - t;
         best = t < best ? t : best;
@@ -79,7 +79,7 @@ static int ascending(const void * a, const void * b) {
     return (x > y) - (x < y);
 }
 
-// The least that any save takes: as many bytes, already there, into a new file.
+// Lower bound of any save: write as many existing bytes to a new file.
 static void plain_write(const char * path) {
     const int file = open(path, O_WRONLY | O_CREAT | O_EXCL, 0666);
     size_t    done = 0;
@@ -96,8 +96,8 @@ static void plain_write(const char * path) {
     }
 }
 
-// llama.cpp's own files: one that is there is written over, or it is made; the median, because how
-// long the system takes depends on what it still has to write.
+// llama.cpp's own files, overwritten or created. Returns the median, because the system's time
+// depends on its pending writes.
 void do_file(void) {
     char   what[32];
     int    n = (int) number("n", 0), slices = (int) number("slices", 5);
@@ -108,7 +108,7 @@ void do_file(void) {
     llama_token * tokens = calloc((size_t) n + 1, sizeof(llama_token));
     double *      times = malloc((size_t) slices * sizeof(double));
     const char *  path = text("path");
-    for (int i = -1; i < slices; ++i) {  // the first is not counted
+    for (int i = -1; i < slices; ++i) {  // the first one does not count
         if (loads) {
             llama_memory_seq_rm(mem, 0, -1, -1);
         } else if (makes) {

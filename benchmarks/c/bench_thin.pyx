@@ -1,7 +1,7 @@
 # cython: language_level=3
-"""What a call costs at least: methods that do nothing, and methods that only call llama.h.
+"""Lower bounds for a call: methods that do nothing, and methods that only call llama.h.
 
-No check, no lock, no exception: a wrong argument ends the process.
+No checks, locks or exceptions: an invalid argument ends the process.
 """
 from libc.stdint cimport int32_t, int8_t, uint32_t
 
@@ -61,7 +61,7 @@ cdef void quiet(ggml_log_level level, const char* text, void* unused) noexcept:
 
 
 cdef class Empty:
-    """Methods that do nothing, with the numbers of arguments that the real ones have."""
+    """Methods that do nothing, with as many arguments as the real ones."""
 
     def nothing(self):
         """Take no argument."""
@@ -101,7 +101,7 @@ cdef class Thin:
         return llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(self.ctx)))
 
     def settings(self):
-        """Return what the context tells of its settings."""
+        """Return the context's settings."""
         return {
             "n_ctx": llama_n_ctx(self.ctx), "n_seq_max": llama_n_seq_max(self.ctx),
             "n_batch": llama_n_batch(self.ctx), "n_ubatch": llama_n_ubatch(self.ctx),
@@ -109,7 +109,7 @@ cdef class Thin:
         }
 
     def decode(self, list rows):
-        """Decode rows of (token, position, sequence, whether it gives logits)."""
+        """Decode rows of (token, position, sequence, whether it has logits)."""
         cdef int i
         self.batch.n_tokens = len(rows)
         for i, (token, pos, seq, logits) in enumerate(rows):

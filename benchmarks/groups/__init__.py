@@ -1,1 +1,1 @@
-"""What is measured: one module per group, each with ``run(contestants, plan)``."""
+"""The groups of measurements: one module each, with ``run(contestants, plan)``."""

@@ -1,4 +1,4 @@
-"""Group 5: array caches against naive NumPy; in this process, which needs NumPy only."""
+"""Group 5: array caches against naive NumPy, in this process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def compare(
 
 
 def naive_quantise(x: np.ndarray[Any, np.dtype[np.float32]]) -> tuple[Any, Any, Any]:
-    """Quantise to 8 bits in groups of 64, as one writes it down: one byte per value."""
+    """Quantise naively to 8 bits in groups of 64, one byte per value."""
     groups = x.reshape(*x.shape[:-1], -1, 64)
     low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
     scale = np.maximum((high - low) / 255, 1e-7)
@@ -51,7 +51,7 @@ def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
     bare, bare_row, concatenate = naive_stores()
     rows = []
     for name, store, reset in stores():
-        # A token lies in one row in a causal cache, and in one row per head in the others.
+        # A token is one row in a causal cache, and one row per head in the others.
         assignment = bare_row if name.endswith("put") else bare
         rows.append(compare(f"{name} / assignment", store, assignment, plan, 200, reset))
         rows.append(compare(f"{name} / concatenate", store, concatenate, plan, 2))

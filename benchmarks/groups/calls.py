@@ -1,4 +1,4 @@
-"""Group 1: what one call costs."""
+"""Group 1: cost of one call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from benchmarks.setup import OURS
 
 TITLE = "cost of one call"
 
-#: Each call with the empty method that takes as many arguments.
+#: Each call, with the empty method of as many arguments.
 CALLS = {
     "pos_max": "empty1",
     "pos_min": "empty1",
@@ -47,7 +47,7 @@ CALLS = {
 }
 EMPTY = ("empty0", "empty1", "empty2", "empty4")
 SHAPE = {"n_ctx": 256, "threads": 1}
-#: What C is asked for where it has one name for what has two in Python.
+#: C's names of calls that have two names in Python.
 IN_C = {"batch1_list": "batch1", "batch512_list": "batch512", "batch512_new": "batch512"}
 
 
@@ -65,7 +65,7 @@ def one_call(who: Mapping[str, Contestant], plan: Plan) -> list[Row]:
     """Measure every call in new processes for each sample."""
     rows = {what: Row(what, "s") for what in (*EMPTY, *CALLS)}
     for turn in range(plan.samples + 1):
-        # Where things happen to lie in memory is part of the noise.
+        # New processes, because the memory layout is part of the noise.
         for contestant in who.values():
             contestant.close()
         open_all(who, STORIES, n_seq_max=64, **SHAPE)
@@ -83,7 +83,7 @@ def one_call(who: Mapping[str, Contestant], plan: Plan) -> list[Row]:
 
 
 def one_token(who: Mapping[str, Contestant], plan: Plan) -> list[Row]:
-    """Measure decodes of one token; the same C program twice says what can be distinguished."""
+    """Measure decodes of one token; the same C program twice shows the noise."""
     again = Contestant(AGAIN, who["C"].command)
     rows = []
     with closing({AGAIN: again}):

@@ -25,14 +25,14 @@ FILL = 128
 
 
 def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
-    """Measure each thing in fresh processes."""
+    """Measure each figure in new processes."""
     rows = resident(contestants, plan) + imports(contestants, plan)
     rows.append(sizes(contestants))
     return rows
 
 
 def resident(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
-    """Measure what a context and a cached token take."""
+    """Measure the memory of a context and of a cached token."""
     seen: dict[str, list[dict[str, float]]] = {name: [] for name in contestants}
 
     def look(name: str) -> Answer:
@@ -66,7 +66,7 @@ def resident(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
 
 
 def one_look(name: str, contestant: Contestant) -> Answer:
-    """Look once at the resident size while a context is made and filled."""
+    """Measure the resident size once while a context is created and filled."""
     contestant.close()
     shape: dict[str, Any] = {"n_seq_max": 1, "threads": 1}
 
@@ -79,7 +79,7 @@ def one_look(name: str, contestant: Contestant) -> Answer:
     if "error" in opened:
         return opened
     if name == "xllamacpp":
-        # A server cannot be made anew in its process without loading the model again.
+        # A server cannot be recreated in its process without loading the model again.
         return {"process": process}
     small = size()
     open_one(contestant, n_ctx=CELLS, **shape)
@@ -87,7 +87,7 @@ def one_look(name: str, contestant: Contestant) -> Answer:
     open_one(contestant, n_ctx=2 * CELLS, **shape)
     large = size()
     contestant.ask("fill", n=FILL)
-    # The second fill finds compute buffers and batches as the first left them.
+    # The second fill reuses the first one's compute buffers and batches.
     contestant.ask("fill", n=1)
     one = size()
     contestant.ask("fill", n=FILL)
@@ -128,7 +128,7 @@ def imports(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
 
 
 def sizes(contestants: Mapping[str, Contestant]) -> Row:
-    """Return what the wheels take, packed."""
+    """Return the sizes of the packed wheels."""
     row = Row("wheel", "bytes")
     for name, contestant in contestants.items():
         if name == "C":

@@ -1,4 +1,4 @@
-"""Group 9: many generations at once, what a step costs, idle cells, forks and syncs."""
+"""Group 9: many generations at once, cost of a step, idle cells, forks and syncs."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from benchmarks.settings import open_all
 
 TITLE = "many generations at once"
 OURS = "pykvcache"
-#: What is generated, and how many at once.
+#: Workloads, and the number of sequences at once.
 WORKLOADS = {"best": ("best of 8", 8), "prompts": ("16 prompts", 16), "arrivals": ("arrivals", 16)}
 PARALLEL = (1, 8, 16)
 IDLE = 8000
 LONG = 4096
-#: How many launches a sample of the others is worth: a step is short, and its place varies.
+#: Launches per sample of a step, which is short and depends on the memory layout.
 LAUNCHES = 6
-#: How often a workload of 50 to 500 ms is run for a sample, its fastest.
+#: Runs per sample of a workload of 50 to 500 ms; the fastest counts.
 SLICES = 3
 
 
@@ -51,8 +51,8 @@ NEAR = (OURS, "C", AGAIN)
 
 
 def workloads(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
-    """Tokens per second of whole workloads, prompts and sampling included; as `steps` does."""
-    # Of a quick run the first, which shows that everybody takes part.
+    """Measure tokens per second of whole workloads, including prompts and sampling."""
+    # A quick run has only the first workload.
     asked = list(WORKLOADS.items())[: 1 if plan.quick else 3]
     rows = {what: Row(f"{name}, {slots} at once", "tokens/s") for what, (name, slots) in asked}
     for turn in range(plan.samples + 1):
@@ -87,10 +87,10 @@ def anew(contestants: Mapping[str, Contestant], model: Path, **shape: Any) -> No
 
 
 def steps(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
-    """Seconds of a step of a `BatchGenerator`, beside the bare decode of the same batch in C.
+    """Measure a step of a `BatchGenerator`, and the bare decode of the same batch in C.
 
-    In new processes for each sample: where a model happens to lie in memory changes a decode by
-    more than a step costs.
+    Each sample uses new processes, because the model's place in memory changes a decode by more
+    than a step costs.
     """
     rows: list[Row] = []
     for name, path in (("tiny", tiny()), ("stories", STORIES)):
@@ -113,7 +113,7 @@ def one_step(who: str, contestant: Contestant, n: int) -> Answer:
 
 
 def sequences(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
-    """Seconds of a token beside idle cells, and of edits of a long sequence."""
+    """Measure a token next to idle cells, and edits of a long sequence."""
     ours = contestants[OURS]
     open_all(contestants, STORIES, n_ctx=3 * LONG, n_seq_max=32, threads=1)
     answers: list[Answer] = []

@@ -1,4 +1,4 @@
-"""Group 7: how the figures of groups 1 to 4 grow with cells and with sequences."""
+"""Group 7: growth of groups 1 to 4 with cells and with sequences."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from benchmarks.settings import open_all
 TITLE = "growth with cells and sequences"
 CELLS = (1024, 4096, 16_384, 65_536)
 SEQUENCES = (1, 4, 16, 64, 256)
-#: What grows is llama.cpp's work and the binding's: two bindings and C show it of calls, ours and
-#: C of what takes longer.
+#: Two bindings and C for calls; ours and C for longer operations.
 WHO = ("pykvcache", "C", "llama-cpp-python")
-#: Calls that leave things as they were (a shift is taken back by turns), so that several passes
-#: are one slice: else a few sequences make a slice of a few calls.
+#: Calls that change nothing (or shift back and forth), so that a slice can have several passes
+#: even with few sequences.
 AGAIN_AND_AGAIN = ("pos_max", "keep", "add", "copy_over", "logits")
 #: Halving position 64 six times ends at 1.
 HALVES = 6
@@ -40,18 +39,18 @@ def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
 
 
 def by_cells(who: Mapping[str, Contestant], cells: int, plan: Plan) -> list[Row]:
-    """Measure where one sequence holds a half of the cells."""
+    """Measure with one sequence that has half of the cells."""
     refused = load_everywhere(who, cells // 2, n_ctx=cells, n_seq_max=4, threads=1)
     there = {name: c for name, c in who.items() if name not in refused}
     of, table = counted(cells, "cell"), Table(there, plan)
     slices = plan.slices if cells <= 4096 else 4
     for what in ("pos_max", "copy", "remove", "remove_part", "keep", "add", "div", "logits"):
-        # C asks every cell what to keep, and before each look at logits there is a decode: one
-        # call is long enough, and 64 would take minutes.
+        # C visits every cell for keep, and each read of logits needs a decode: one call is long
+        # enough, and 64 would take minutes.
         once = what in ("keep", "logits") and cells > 4096
         table.call(what, of, slices, 1 if once else rounds_of(what, 4))
     one = table.call("decode1", of, min(slices, 2) if cells > 4096 else slices)
-    # The same samples, read as throughput.
+    # The same samples as a rate.
     found = {name: [1 / seconds for seconds in s] for name, s in one.samples.items()}
     table.rows.append(Row(f"decode, {of}", "tokens/s", found, dict(one.errors)))
     table.add("prefill of 64 more", of, "tokens/s", rate, "append", tokens=64)
@@ -64,7 +63,7 @@ def by_cells(who: Mapping[str, Contestant], cells: int, plan: Plan) -> list[Row]
 
 
 def by_sequences(who: Mapping[str, Contestant], sequences: int, plan: Plan) -> list[Row]:
-    """Measure with sequences beside the first, in 8,192 cells."""
+    """Measure with several sequences, in 8,192 cells."""
     of, table = counted(sequences, "sequence"), Table(who, plan)
     n_seq_max = max(2, sequences)
     open_all(who, STORIES, n_ctx=8192, n_seq_max=n_seq_max, threads=1)
@@ -73,9 +72,9 @@ def by_sequences(who: Mapping[str, Contestant], sequences: int, plan: Plan) -> l
     for what in calls:
         table.call(what, of, plan.slices, rounds_of(what, n_seq_max))
     if sequences == SEQUENCES[0]:
-        # One call per slice, and before it the decode that gives the sequence its token.
+        # One call per slice, after the decode that adds the sequence's token.
         table.call("add", of, plan.slices, 1, "first call after a decode: add")
-    # All sequences hold the cells of the first.
+    # All sequences share the first one's cells.
     table.ask("fill", n=256)
     table.ask("keep_state", n=256)
     table.ask("share")
@@ -88,7 +87,7 @@ def by_sequences(who: Mapping[str, Contestant], sequences: int, plan: Plan) -> l
 
 
 def rounds_of(what: str, n_seq_max: int) -> int:
-    """Return how often a slice passes over the sequences: 64 calls or so are in a row."""
+    """Return the passes over the sequences per slice, for about 64 calls in a row."""
     if what == "div":
         return HALVES if n_seq_max <= 16 else 1
     return max(1, 64 // (n_seq_max - 1)) if what in AGAIN_AND_AGAIN else 1
@@ -105,14 +104,14 @@ def first_of(answer: Answer) -> float:
 
 
 class Table:
-    """Rows about the same contestants."""
+    """Rows with the same contestants."""
 
     def __init__(self, who: Mapping[str, Contestant], plan: Plan):
         self.who, self.plan = who, plan
         self.rows: list[Row] = []
 
     def ask(self, do: str, **request: Any) -> None:
-        """Ask everybody for something that is not measured."""
+        """Send all contestants a request that is not measured."""
         for contestant in self.who.values():
             contestant.ask(do, **request)
 
@@ -130,6 +129,6 @@ class Table:
         return row
 
     def call(self, what: str, of: str, slices: int, rounds: int = 1, label: str = "") -> Row:
-        """Measure one call; a sixth of the time that the first table takes for each sample."""
+        """Measure one call, with a sixth of the first table's time per sample."""
         request = {"what": what, "slices": slices, "rounds": rounds, "enough_ms": 10}
         return self.add(label or what, of, "s", seconds_of, "call", **request)

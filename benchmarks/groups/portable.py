@@ -1,4 +1,4 @@
-"""Group 8: the portable wheel against the wheel that was built for this processor; and over RPC."""
+"""Group 8: the portable wheel compared with a native one, and a model over RPC."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
 
 
 def chosen(name: str) -> str:
-    """Return which of ggml's CPU code a contestant uses."""
+    """Return the copy of ggml's CPU code that a contestant uses."""
     code = "import pykvcache; print(pykvcache.system_info()['cpu'])"
     command = [str(setup.python_of(name)), "-c", code]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def rate(answer: Answer) -> float:
-    """Return tokens per second of the thread's own time, which other programs do not take from."""
+    """Return tokens per second of the thread's CPU time, which other programs do not affect."""
     return float(answer["tokens"]) / float(answer["thread_seconds"])
 
 
 def speed(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
-    """Let all take turns at the 30M model in each type of weights, with one thread."""
+    """Measure the 30M model with each type of weights, with one thread, in turns."""
     rows = []
     for weights in WEIGHTS:
         open_all(contestants, medium(weights), n_ctx=512, n_seq_max=1, threads=1)

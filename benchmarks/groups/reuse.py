@@ -1,4 +1,4 @@
-"""Group 11: prompts that share beginnings, one after the other: what is evaluated again."""
+"""Group 11: prompts with shared prefixes, one after the other: tokens evaluated again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL = 8
 
 
 class Alone(NamedTuple):
-    """Prompts that share nothing: how long, what ten of them take about, and how many in a turn."""
+    """Prompts that share nothing: length, memory of a full cache in MiB, and number per round."""
 
     n_tokens: int
     full_mib: int
@@ -37,7 +37,7 @@ NOTES = ("ideal", "total", "distinct", "seconds", "bytes", "cell_bytes")
 
 
 def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
-    """Play the workloads; then what single steps take."""
+    """Play the workloads, then measure single steps."""
     who = {name: contestants[name] for name in PEERS if name in contestants}
     open_all(who, STORIES, n_ctx=4096, n_seq_max=4, threads=2)
     rows = []
@@ -62,14 +62,14 @@ def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
 
 
 def counted(name: str, sides: Mapping[str, Any], plan: Plan) -> Row:
-    """Count tokens: the same each time, so that one run without a warm-up will do."""
+    """Count tokens, which are deterministic: one run without a warm-up is enough."""
     row = Row(name, "tokens")
     for who, side in sides.items():
         answer: Answer = side()
         if "error" in answer:
             row.errors[who] = answer["error"]
             continue
-        # Answers may differ in the last bits and so end elsewhere; hardly more than that.
+        # Rounding may change where answers end, hardly more.
         total = row.notes.get("total", {}).get(OURS, answer["total"])
         if abs(answer["total"] - total) > total / 50:
             row.errors[who] = f"its prompts had {answer['total']:,} tokens: another workload"
@@ -85,7 +85,7 @@ def counted(name: str, sides: Mapping[str, Any], plan: Plan) -> Row:
 
 
 def alone(ours: Contestant, name: str, plan: Plan) -> list[Row]:
-    """Send prompts that share nothing, each with a cache and without, right after each other."""
+    """Send prompts that share nothing, each with and without a cache in direct succession."""
     rows, one = [], ALONE[name]
     for cache, ram in (("new", PLENTY), ("full", one.full_mib)):
         parts = ("", PROCESSOR, ENDS)
@@ -107,7 +107,7 @@ def alone(ours: Contestant, name: str, plan: Plan) -> list[Row]:
 
 
 def steps(ours: Contestant, plan: Plan) -> list[Row]:
-    """Put 4,096 tokens back from blocks or one state, and find them among 100,000 blocks."""
+    """Restore 4,096 tokens from blocks or one state, and look them up among 100,000 blocks."""
     n = 512 if plan.quick else 4096
     opened = open_one(ours, medium(), n_ctx=8704, n_seq_max=2, threads=2)
     if "error" not in opened:

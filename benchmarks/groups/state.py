@@ -1,4 +1,4 @@
-"""Group 4: saving and loading a sequence's state, beside memcpy of as many bytes."""
+"""Group 4: saving and loading a sequence's state, compared with memcpy."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ TITLE = "state save and load"
 SIZES = (1, 16, 64)
 #: Bytes of one token of the story model: 4 layers, K and V, 2 heads of 64, f16.
 PER_TOKEN = 2048
-#: The same of `many_bytes`: 16 layers, 4 heads of 128.
+#: The same for `many_bytes`: 16 layers, 4 heads of 128.
 PER_TOKEN_WIDE = 32_768
-#: Who fills what: into a buffer that is there, or into a new object.
+#: Copies: to an existing buffer, or to a new object.
 CALLS = ("memcpy", "save", "load", "load_over", "memcpy_new", "save_new")
-#: Of a file: replace one, make one, load it into nothing; and write as many bytes that are there
-#: already to a new one. None waits for the disk.
+#: Files: replace, create, load into an empty sequence, and write existing bytes to a new file.
+#: None waits for the disk.
 FILES = ("file_save", "file_make", "file_load", "file_write")
-#: What the main thread does while another one counts: first work without the interpreter's lock
-#: (a hash, a memcpy) and with it (copying an object), to compare with.
+#: Work of the main thread while another one counts. For comparison: a hash and a memcpy without
+#: the GIL, copying an object with it.
 WORK = ("hashing", "memcpy", "copying", "save", "save_new", "load")
 
 
 class Case(NamedTuple):
-    """One context, and what is measured in it."""
+    """A context and its measurements."""
 
     size: int
     threads: int = 2
@@ -44,12 +44,12 @@ class Case(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What the rows' names end with."""
+        """Suffix of row names."""
         alone = ", 1 thread" if self.threads == 1 else ""
         return f"{self.size} MiB{alone}{', 32 KiB per cell' if self.wide else ''}"
 
 
-#: Two threads, of which only ours makes use; then ours beside C: large cells, and one thread.
+#: All with two threads, which only ours uses; then ours and C with large cells, and one thread.
 CASES = (
     *(Case(size) for size in SIZES),
     Case(64, wide=True, everybody=False, calls=CALLS),
@@ -60,7 +60,7 @@ CASES = (
 def load_everywhere(
     contestants: Mapping[str, Contestant], tokens: int, model: Path = STORIES, **shape: int
 ) -> dict[str, str]:
-    """Give each contestant the same sequence; return why some could not take it."""
+    """Give each contestant the same sequence; return the errors."""
     path = BUILD / f"state-{tokens}.blob"
     opened = open_all(contestants, model, **shape)
     contestants[OURS].ask("make_blob", n=tokens, path=str(path))
@@ -83,7 +83,7 @@ def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
     for case in CASES:
         if not (plan.quick and case.size > 16):
             rows += measure(case, contestants, plan)
-    # Both of the machine's cores are needed: one that saves and one that counts.
+    # Needs both cores: one saves, one counts.
     tokens = SIZES[1 if plan.quick else 2] * 1024 * 1024 // PER_TOKEN
     refused = load_everywhere(contestants, tokens, n_ctx=tokens + 256, n_seq_max=1, threads=1)
     counting = progress({n: c for n, c in contestants.items() if n not in refused}, plan)
@@ -93,7 +93,7 @@ def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
 
 
 def measure(case: Case, contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
-    """Let all take turns at each call."""
+    """Measure each call in turns."""
     asked = {n: c for n, c in contestants.items() if case.everybody or n in (OURS, "C")}
     refused = load_everywhere(
         asked,
@@ -133,7 +133,7 @@ def measure(case: Case, contestants: Mapping[str, Contestant], plan: Plan) -> li
 
 
 def path_of(name: str) -> str:
-    """Return the file that a contestant writes."""
+    """Return the path of a contestant's file."""
     return str(BUILD / f"sequence-{name}.file")
 
 
@@ -143,7 +143,7 @@ def rate(n_bytes: int, answer: Answer) -> float:
 
 
 def progress(who: Mapping[str, Contestant], plan: Plan) -> list[Row]:
-    """Measure how fast another thread counts meanwhile; all kinds of work within each round."""
+    """Measure how fast another thread counts during each kind of work, in turns."""
     pythons = {name: c for name, c in who.items() if name not in ("C", "xllamacpp")}
     sides: dict[str, Any] = {
         f"{name} {what}": partial(c.ask, "progress", what=what)

@@ -37,7 +37,7 @@ def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
 
 
 def measure(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
-    """Let all take turns at both models."""
+    """Measure both models in turns."""
     rows = []
     models = {"stories": (STORIES, 32, 512), "30M": (medium(), 8, 128)}
     for name, (path, steps, prompt) in models.items():

@@ -1,4 +1,4 @@
-"""Group 10: time to the first token of a prompt that a tier has; writing behind; slow tiers."""
+"""Group 10: first token of a prompt from a tier, write-behind, slow tiers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from benchmarks.settings import open_all
 
 TITLE = "a cache that outlives the process"
 OURS = "pykvcache"
-#: Who has files of their own: llama.cpp's session files, called from C, and a server's slots.
+#: Contestants with files: llama.cpp's session files, called from C, and a server's slots.
 FILES = ("C", "xllamacpp")
 LENGTHS = (256, 1024, 4096)
-#: Seconds per request and bytes per second of folders that are made slow.
+#: Seconds per request and bytes per second of artificially slow folders.
 SLOW = ((0.0, 1e9), (0.001, 1e8), (0.02, 3e7), (0.1, 1e7), (0.5, 1e6), (3.0, 1e5))
 
 
@@ -37,7 +37,7 @@ def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
             rows.append(own_files(ours[OURS], others, n, plan))
             rows += first_tokens(ours[OURS], n, str(folder), url, plan)
     ours[OURS].ask("tier", where=str(folder), n=LENGTHS[1])
-    # A ratio of two evaluations varies by more than a tier may cost.
+    # More samples: the ratio of two evaluations varies more than a tier may cost.
     more = plan if plan.quick else Plan(3 * plan.samples, plan.few)
     for latency, bandwidth in SLOW[:: 2 if plan.quick else 1]:
         ask = partial(
@@ -52,7 +52,7 @@ def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
 
 
 def written_behind(ours: Contestant, plan: Plan) -> Row:
-    """Generate while blocks are written and while none are, right after each other."""
+    """Generate with and without write-behind in direct succession."""
     row = Row("a token while blocks are written", "s")
     for turn in range(plan.samples + 1):
         answer = ours.ask("tier_write", n=1024, steps=256, pairs=1 if plan.quick else 8)
@@ -66,7 +66,7 @@ def written_behind(ours: Contestant, plan: Plan) -> Row:
 
 
 def own_files(ours: Contestant, others: Mapping[str, Contestant], n: int, plan: Plan) -> Row:
-    """Measure the first token out of a session file of llama.cpp's, and of a slot of a server's."""
+    """Measure the first token from llama.cpp's session file and from a server's slot."""
     blob = BUILD / f"tier-{n}.state"
     paths = {who: BUILD / f"tier-{n}-{who}.state" for who in others}
     ours.ask("make_blob", n=n, path=str(blob))
@@ -122,7 +122,7 @@ def first_tokens(ours: Contestant, n: int, folder: str, url: str | None, plan: P
 
 @contextlib.contextmanager
 def redis_server() -> Iterator[str | None]:
-    """Run a server on loopback; None where there is none."""
+    """Run a Redis server on loopback; None if not installed."""
     path = shutil.which("valkey-server") or shutil.which("redis-server")
     if path is None:
         yield None

@@ -1,1 +1,1 @@
-"""The contestants: each module runs in its own process and environment, see ``worker.py``."""
+"""The contestants: each module runs in a separate process and environment, see ``worker.py``."""

@@ -1,4 +1,4 @@
-"""cyllama, from its wheel: another llama.cpp, built for any processor of its architecture."""
+"""cyllama, from its wheel: another llama.cpp, built for any x86-64 processor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.peers.worker import Worker, serve
 
 
 class Model(cy.LlamaModel):  # type: ignore[misc]
-    """With what `get_logits` looks for and does not find in this version."""
+    """Adds the attribute that `get_logits` lacks in this version."""
 
     @property
     def n_vocab(self) -> int:
@@ -76,14 +76,14 @@ class Cyllama(Worker):
             "list1": tokens[:1],
             "list512": tokens,
         }
-        # Not at the top: the binding does without, and its memory is measured.
+        # Imported late, because the binding does not need it and its memory is measured.
         import numpy as np
 
         self.names["array1"] = np.array(tokens[:1], np.int32)
         self.names["array512"] = np.array(tokens, np.int32)
 
     def reported(self) -> Answer:
-        """Return what the context tells, and the parameters that it was made with."""
+        """Return the context's settings, and the parameters it was created with."""
         names = ("n_ctx", "n_seq_max", "n_batch", "n_ubatch")
         found = {name: int(getattr(self.ctx, name)) for name in names}
         params = self.ctx.params
@@ -96,7 +96,7 @@ class Cyllama(Worker):
         return int(self.ctx.memory_seq_pos_max(seq)) + 1
 
     def step(self, rows: Rows) -> Callable[[], object]:
-        """Return what adds token after token to a batch and decodes it."""
+        """Return a function that adds tokens one by one to a batch and decodes it."""
         places = [(token, pos, [seq], logits) for token, pos, seq, logits in self.places(rows)]
 
         def run() -> None:
@@ -112,7 +112,7 @@ class Cyllama(Worker):
         self.ctx.memory_seq_rm(seq, -1, -1)
 
     def cut(self, seq: int, length: int) -> None:
-        """Remove what a sequence holds beyond a length."""
+        """Truncate a sequence."""
         self.ctx.memory_seq_rm(seq, length, -1)
 
     def copy(self, src: int, dst: int) -> None:
@@ -135,14 +135,14 @@ class Cyllama(Worker):
             self.ctx.load_state_seq_file(path, 1, 1 << 16)
 
     def keep_state(self, n: int, path: str) -> int:
-        """Keep the state of sequence 0; its files take no token above 255, so they get none."""
+        """Keep the state of sequence 0; its files have no tokens, because those above 255 fail."""
         self.blob = self.ctx.get_state_seq_data(0)
         if path:
             self.ctx.save_state_seq_file(path, 0, [])
         return len(self.blob)
 
     def load_blob(self, blob: bytes) -> None:
-        """Set the state of sequence 0, which another llama.cpp may lay out in another way."""
+        """Set the state of sequence 0, whose layout may differ between llama.cpp versions."""
         self.blob = blob
         self.ctx.set_state_seq_data(blob, 0)
         if self.ctx.get_state_seq_data(0) != blob:

@@ -16,7 +16,7 @@ from benchmarks.peers.workload import TEMPERATURE, TOP_K, workload
 
 
 def reported(ctx: Any, params: Any) -> Answer:
-    """Return what a context tells of itself, and of the parameters it was made with."""
+    """Return a context's settings, and the parameters it was created with."""
     names = ("n_ctx", "n_seq_max", "n_batch", "n_ubatch")
     found = {name: int(getattr(llama_cpp, f"llama_{name}")(ctx)) for name in names}
     given = {name: int(getattr(params, name)) for name in ("type_k", "type_v")}
@@ -25,7 +25,7 @@ def reported(ctx: Any, params: Any) -> Answer:
 
 
 class LlamaClass(Worker):
-    """The requests that are about `Llama`."""
+    """The requests for `Llama`."""
 
     path: str
     options: dict[str, Any]
@@ -37,7 +37,7 @@ class LlamaClass(Worker):
         self.evaluated = 0
 
     def llama(self) -> Any:
-        """Return the object, which counts what it evaluates; it has one sequence."""
+        """Return the object, which counts evaluated tokens and has one sequence."""
         if self.llm is None:
             asked = self.options
             names = ("n_ctx", "n_batch", "n_ubatch", "type_k", "type_v")
@@ -64,7 +64,7 @@ class LlamaClass(Worker):
         return self.llm
 
     def do_many(self, what: str, slots: int, alone: bool = False) -> Answer:
-        """Generate for one request after the other, as `Llama` does; nothing ends a text."""
+        """Generate for one request after the other, without end tokens."""
         llm, count = self.llama(), 0
         start = time.perf_counter()
         for i, one in enumerate(workload(what)):
@@ -84,7 +84,7 @@ class LlamaClass(Worker):
         """Time `Llama.generate` to its first token, with its RAM cache or its own prefix match."""
         llm, shared = self.llama(), self.tokens(0, n)
         mine, other = shared + self.tokens(n, tail), shared + self.tokens(n + 5, tail)
-        # One for each length: a cache answers with any state that shares a beginning.
+        # One per length, because a cache returns any state that shares a prefix.
         cache: Any = self.caches.get(n)
         if how == "cache" and cache is None:
             cache = self.caches[n] = LlamaRAMCache()
@@ -105,7 +105,7 @@ class LlamaClass(Worker):
         return {"ready": ready, "first": first, "evaluated": self.evaluated}
 
     def do_reuse(self, work: str, ram_mib: int, quick: bool = False) -> Answer:
-        """Play a workload with `Llama`, its prefix match and a RAM cache of so many bytes."""
+        """Play a workload with `Llama`, its prefix match and a RAM cache of limited size."""
         if ram_mib < 0:
             raise NotThereError("evaluation of everything is ours")
         llm = self.llama()

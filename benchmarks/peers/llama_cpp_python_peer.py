@@ -17,7 +17,7 @@ from benchmarks.peers.worker import serve
 
 
 class LlamaCppPython(LlamaClass):
-    """The fastest way to each thing: its ctypes functions; `Llama` where that is the subject."""
+    """Uses the fastest interface: ctypes functions, or `Llama` where it is the subject."""
 
     STATEMENTS: ClassVar[dict[str, str]] = {
         "pos_max": "llama_cpp.llama_memory_seq_pos_max(mem, 0)",
@@ -91,7 +91,7 @@ class LlamaCppPython(LlamaClass):
         }
 
     def reported(self) -> Answer:
-        """Return what the context tells, and the parameters that it was made with."""
+        """Return the context's settings, and the parameters it was created with."""
         return reported(self.context.ctx, self.context.params)
 
     def end(self, seq: int) -> int:
@@ -99,7 +99,7 @@ class LlamaCppPython(LlamaClass):
         return int(llama_cpp.llama_memory_seq_pos_max(self.mem, seq)) + 1
 
     def step(self, rows: Rows) -> Callable[[], object]:
-        """Return what fills a batch field by field, as its own `LlamaBatch` does."""
+        """Return a function that fills a batch field by field, like its `LlamaBatch`."""
         places = self.places(rows)
 
         def run() -> None:
@@ -120,7 +120,7 @@ class LlamaCppPython(LlamaClass):
         llama_cpp.llama_memory_seq_rm(self.mem, seq, -1, -1)
 
     def cut(self, seq: int, length: int) -> None:
-        """Remove what a sequence holds beyond a length."""
+        """Truncate a sequence."""
         llama_cpp.llama_memory_seq_rm(self.mem, seq, length, -1)
 
     def copy(self, src: int, dst: int) -> None:
@@ -144,7 +144,7 @@ class LlamaCppPython(LlamaClass):
             self.load_file(path, 1)
 
     def load_file(self, path: str, seq: int) -> object:
-        """Load a file; its tokens go into a new array, as ctypes takes them."""
+        """Load a file; its tokens go to a new ctypes array."""
         room, got = (llama_cpp.llama_token * (1 << 16))(), ctypes.c_size_t()
         return llama_cpp.llama_state_seq_load_file(
             self.context.ctx, path.encode(), seq, room, 1 << 16, ctypes.byref(got)
@@ -176,7 +176,7 @@ class LlamaCppPython(LlamaClass):
     def state_call(self, what: str) -> Callable[[], object]:
         """Return one save, load or memcpy."""
         ctx, blob, size = self.context.ctx, self.blob, len(self.blob)
-        # As in C, another place within a page each time.
+        # As in C, vary the offset within a page.
         room, places = (ctypes.c_uint8 * (size + 4096))(), range(0, 4096, 256)
         outs = itertools.cycle([(ctypes.c_uint8 * size).from_buffer(room, i) for i in places])
         if what == "save":

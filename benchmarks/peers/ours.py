@@ -22,7 +22,7 @@ from pykvcache.kv import LayerKV, SequenceKV
 
 
 class Ours(Reuse, Tiered, Real):
-    """The public API, as a user calls it."""
+    """Uses the public API."""
 
     STATEMENTS: ClassVar[dict[str, str]] = {
         "empty0": "empty.nothing()",
@@ -61,7 +61,7 @@ class Ours(Reuse, Tiered, Real):
         return {"binding": "pykvcache", "version": importlib.metadata.version("pykvcache")}
 
     def open(self, model: str | None, **options: Any) -> None:
-        """Open with what is asked."""
+        """Open a context with the requested settings."""
         if self.ctx is not None:
             self.ctx.close()
         servers = options.pop("rpc", None)
@@ -120,7 +120,7 @@ class Ours(Reuse, Tiered, Real):
         return self.context.kv_cache_seq_pos_max(seq) + 1
 
     def step(self, rows: Rows) -> Callable[[], object]:
-        """Return what makes a batch from arrays and decodes it."""
+        """Return a function that makes a batch from arrays and decodes it."""
         columns = np.array(self.places(rows), np.int32).T.copy()
         token, pos, seq, logits = columns
         return lambda: self.context.decode(LlamaBatch.from_arrays(token, pos, seq, logits))
@@ -130,7 +130,7 @@ class Ours(Reuse, Tiered, Real):
         self.context.clear_kv_cache_seq(seq)
 
     def cut(self, seq: int, length: int) -> None:
-        """Remove what a sequence holds beyond a length."""
+        """Truncate a sequence."""
         self.context.clear_kv_cache_seq(seq, length)
 
     def copy(self, src: int, dst: int) -> None:
@@ -150,7 +150,7 @@ class Ours(Reuse, Tiered, Real):
         return {s: held.n_cells for s, held in self.context.sequences().items()}
 
     def before_decode(self) -> None:
-        """Go back to the tokens that were there; the next ones are arrays."""
+        """Remove the decoded tokens; prepare the next ones as arrays."""
         super().before_decode()
         self.names["steps"] = [self.array(i, 1) for i, _ in self.names["steps"]]
 
@@ -174,7 +174,7 @@ class Ours(Reuse, Tiered, Real):
         self.context.set_state(self.blob, 0)
 
     def do_make_blob(self, n: int, path: str) -> Answer:
-        """Write a state of n tokens of random keys and values, as `load_blob` reads it."""
+        """Write a state of n tokens with random keys and values, for `load_blob`."""
         self.do_fill(1)
         rng = np.random.default_rng(0)
         layers = []
@@ -194,7 +194,7 @@ class Ours(Reuse, Tiered, Real):
         """Return one save, load or memcpy."""
         ctx = self.context
         blob: Any = np.frombuffer(self.blob, np.uint8)
-        # As in C, another place within a page each time.
+        # As in C, vary the offset within a page.
         room: Any = np.ones(len(blob) + 4096, np.uint8)
         outs = itertools.cycle([room[i : i + len(blob)] for i in range(0, 4096, 256)])
         calls: dict[str, Callable[[], object]] = {
@@ -207,7 +207,7 @@ class Ours(Reuse, Tiered, Real):
         return calls[what]
 
     def file_call(self, what: str, path: str, n: int) -> Callable[[], object]:
-        """Return one load, or one save that waits for the disk as little as C's does."""
+        """Return a load, or a save that does not wait for the disk, like C's."""
         ctx, tokens = self.context, np.zeros(n, np.int32)
         if what == "file_load":
             return lambda: ctx.load_sequence(path, 0)

@@ -1,4 +1,4 @@
-"""pykvcache: what the group *generate* asks for."""
+"""pykvcache: requests of the group *generate*."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tokens = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class Many(Worker):
-    """Sequences that own their tokens, and many of them at once."""
+    """Sequences and batch generators."""
 
     @property
     def context(self) -> LlamaContext:
@@ -31,7 +31,7 @@ class Many(Worker):
         raise NotImplementedError
 
     def sampler(self, seed: int) -> Sampler:
-        """Return what chooses tokens, but none that would end a text."""
+        """Return a sampler that never chooses an end token."""
         end = self.context.model.token_eos
         none = {} if end is None else {end: -1e6}
         return Sampler(
@@ -39,7 +39,7 @@ class Many(Worker):
         )
 
     def do_many(self, what: str, slots: int, alone: bool = False) -> Answer:
-        """Seconds of all requests, together or one after the other."""
+        """Return the seconds of all requests, together or one after the other."""
         self.clear()
         requests = workload(what)
         start = time.perf_counter()
@@ -58,7 +58,7 @@ class Many(Worker):
         return n
 
     def together(self, what: str, requests: Sequence[Request], slots: int) -> int:
-        """Generate at once, each request from its step on; return the number of tokens."""
+        """Generate together, each request from its step on; return the number of tokens."""
         generator = BatchGenerator(self.context, slots)
         handles: list[GenerationHandle] = []
         if what == "best":
@@ -76,11 +76,11 @@ class Many(Worker):
         return sum(len(handle.times.tokens) for handle in handles)
 
     def do_steps(self, parallel: int, steps: int = 32, depth: int = 32) -> Answer:
-        """Seconds of the fastest step of as many greedy requests, as `do_decode` takes it."""
+        """Return the seconds of the fastest step of greedy requests, like `do_decode`."""
         self.clear()
         best = float("inf")
         with BatchGenerator(self.context) as generator:
-            # With the token that the first step chooses as long as those of `do_decode`.
+            # With the first step's token as long as those of `do_decode`.
             prompts = self.endless(parallel, steps + 3, depth - 1)
             kept = [generator.submit(prompt, steps + 3) for prompt in prompts]
             assert kept, "dropped handles would end their requests"
@@ -95,7 +95,7 @@ class Many(Worker):
         return {"seconds": best, "tokens": parallel}
 
     def endless(self, n: int, steps: int, depth: int) -> list[Tokens]:
-        """Return prompts that the greedy sampler goes on with for so many steps."""
+        """Return prompts that the greedy sampler continues for enough steps."""
         found: list[Tokens] = []
         with BatchGenerator(self.context) as generator:
             for start in range(0, 20_000, 100):
@@ -107,21 +107,21 @@ class Many(Worker):
         raise ValueError("texts end by themselves everywhere")
 
     def do_idle(self, cells: int, steps: int = 40) -> Answer:
-        """Seconds of a token alone, beside idle cells at first, and when they have left."""
+        """Return the seconds of a token alone, next to idle cells, and after they are parked."""
         self.clear()
         alone = self.tokens_of_one(steps, 0)[0]
         each = 500
         idle = [LlamaSequence(self.context, self.array(i, each)) for i in range(cells // each)]
         for sequence in idle:
             sequence.evaluate()
-        # It comes last, and lies in high cells.
+        # Evaluated last, so it has high cells.
         after, first = self.tokens_of_one(steps, 8)
         for sequence in idle:
             sequence.close()
         return {"alone": alone, "first": first, "seconds": after}
 
     def tokens_of_one(self, steps: int, n_first: int) -> tuple[float, float]:
-        """Return the medians of a busy sequence's last steps, and of the first ones."""
+        """Return the medians of a busy sequence's last and first steps."""
         times = []
         with LlamaSequence(self.context, self.array(0, 32)) as busy:
             for _ in busy.generate(32 + steps, self.sampler(1)):
@@ -131,7 +131,7 @@ class Many(Worker):
         return statistics.median(took[-steps:]), first
 
     def do_sequence(self, what: str, n: int, slices: int = 7) -> Answer:
-        """Seconds of a fork of a sequence, or of a `sync` that changes nothing: the best."""
+        """Return the best seconds of a fork, or of a `sync` without changes."""
         self.clear()
         tokens, best = self.array(0, n), float("inf")
         with LlamaSequence(self.context, tokens) as sequence:

@@ -1,4 +1,4 @@
-"""Our caches on a real model with sliding windows: tokens that are evaluated again."""
+"""Our caches on a real model with sliding windows: tokens evaluated again."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Real:
     ctx: LlamaContext | None
 
     def _counted(self, sequence: LlamaSequence) -> int:
-        """Return how many tokens are evaluated until a sequence has logits."""
+        """Return the number of tokens evaluated until a sequence has logits."""
         ctx = sequence.context
         before = ctx.tokens_evaluated
         sequence.logits()
         return ctx.tokens_evaluated - before
 
     def do_another_question(self, n: int, ram_mib: int) -> Answer:
-        """Ask about a text of n tokens, and then something else."""
+        """Ask two questions about a text of n tokens."""
         assert self.ctx is not None
         draw = random.Random(4)
         text = words(draw, n)
@@ -40,7 +40,7 @@ class Real:
         return {"evaluated": evaluated, "total": n + 12, "ideal": 12}
 
     def do_shared_prefix(self, n_prompts: int, n_shared: int, n_own: int) -> Answer:
-        """Keep prompts that share a prefix, and count bytes."""
+        """Cache prompts that share a prefix, and count bytes."""
         assert self.ctx is not None
         draw = random.Random(5)
         shared, evaluated = words(draw, n_shared), 0
@@ -60,7 +60,7 @@ class Real:
         }
 
     def do_folder(self, n: int, folder_mib: int) -> Answer:
-        """Ask about a text; then something else, with nothing but a folder in between."""
+        """Ask two questions about a text, with only a folder tier in between."""
         assert self.ctx is not None
         from pykvcache.prefix.stores import FolderStore
 
@@ -78,7 +78,7 @@ class Real:
         return {"evaluated": evaluated, "total": n + 12, "ideal": 12}
 
     def do_take_back(self, n: int, n_back: int) -> Answer:
-        """Save a sequence, load it into a new context, and take back its last tokens."""
+        """Save a sequence, load it into a new context, and truncate its last tokens."""
         assert self.ctx is not None
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "one.kv"
@@ -94,7 +94,7 @@ class Real:
         return {"evaluated": evaluated, "total": n - n_back, "ideal": 1}
 
     def do_rewind(self, n_turns: int, n_new: int) -> Answer:
-        """Chat, save, load into a new context, take back the last turn and say something new."""
+        """Chat, save, load into a new context, undo the last turn and continue."""
         assert self.ctx is not None
         draw = random.Random(8)
         with tempfile.TemporaryDirectory() as folder:

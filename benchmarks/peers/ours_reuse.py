@@ -1,4 +1,4 @@
-"""Our prefix cache on prompts that share beginnings."""
+"""Our prefix cache on prompts with shared prefixes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALONE = (CACHED, "without", COPIED)
 
 
 def places(n_bytes: int, n: int, *, is_new: bool) -> list[Any]:
-    """Return memory for n blocks: the system's, never written to before, or some that was."""
+    """Return memory for n blocks, new or already used."""
     if is_new:
         return [np.frombuffer(mmap.mmap(-1, n_bytes), np.uint8) for _ in range(n)]
     return [np.zeros(n_bytes, np.uint8) for _ in range(n)]
@@ -47,7 +47,7 @@ class Reuse:
     ctx: LlamaContext | None
 
     def do_reuse(self, work: str, ram_mib: int, quick: bool = False) -> Answer:
-        """Play a workload with a cache; without memory for it (-1) evaluate everything."""
+        """Play a workload with a cache, or without one (-1)."""
         assert self.ctx is not None
         ctx = self.ctx
         cache = PrefixCache(ctx, ram_bytes=ram_mib << 20) if ram_mib >= 0 else None

@@ -63,7 +63,7 @@ def test_sides_take_turns_and_the_first_one_changes() -> None:
     assert row.ratios("B", "A") == [4 / 6, 9 / 8, 11 / 10]
 
 
-def test_what_cannot_be_measured_is_said_and_asked_once() -> None:
+def test_failures_are_reported_and_asked_once() -> None:
     asked = []
 
     def refuse() -> dict[str, Any]:
@@ -76,7 +76,7 @@ def test_what_cannot_be_measured_is_said_and_asked_once() -> None:
     assert len(asked) == 1
 
 
-def test_who_played_other_prompts_is_not_compared() -> None:
+def test_contestants_with_other_prompts_are_not_compared() -> None:
     """A peer whose answers were lost sent shorter prompts, and seemed to evaluate less."""
 
     def side(total: int) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def test_who_played_other_prompts_is_not_compared() -> None:
     assert row.errors == {"b": "its prompts had 800 tokens: another workload"}
 
 
-def test_a_contestant_that_was_not_installed_answers_why() -> None:
+def test_a_missing_contestant_answers_the_reason() -> None:
     contestant = Contestant("peer", ["/nowhere"])
     contestant.missing = "not installed: no wheel"
     assert contestant.ask("open") == {"error": "not installed: no wheel"}
@@ -107,7 +107,7 @@ def answering(answer: dict[str, Any]) -> Contestant:
     return Contestant("peer", [sys.executable, "-c", program])
 
 
-def test_who_reports_other_settings_is_not_measured() -> None:
+def test_contestants_with_other_settings_are_not_measured() -> None:
     contestant = answering({"n_vocab": 9, "reported": {"n_batch": 2048, "threads": 1}})
     shape = {"n_ctx": 1024, "n_seq_max": 1, "threads": 1}
     why = "not on equal terms: n_batch 2048 instead of 512"
@@ -206,7 +206,7 @@ def test_throughput_and_prefixes_count_their_tokens(ours: Contestant) -> None:
 
 
 @pytest.mark.parametrize("what", ["hashing", "memcpy", "copying", "save", "save_new", "load"])
-def test_another_thread_counts_meanwhile(ours: Contestant, what: str) -> None:
+def test_another_thread_counts_during_work(ours: Contestant, what: str) -> None:
     assert ours.ask("keep_state", n=16)["bytes"] > 0
     assert ours.ask("progress", what=what, seconds=0.01)["per_second"] > 0
 
@@ -339,7 +339,7 @@ def test_groups_of_other_machines_are_named() -> None:
     assert "\n- Carried over from earlier runs: state" in texts.details(result)
 
 
-def test_what_was_not_measured_is_grouped_by_reason() -> None:
+def test_missing_rows_are_grouped_by_reason() -> None:
     def row(name: str, **errors: str) -> Row:
         return Row(name, "s", {"pykvcache": [1.0]}, errors)
 
@@ -378,7 +378,7 @@ def test_plots_are_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "calls.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_rows_of_servers_have_a_table_of_their_own() -> None:
+def test_rows_of_servers_have_a_separate_table() -> None:
     rows = {
         "decode": Row("decode", "tokens/s", {"portable": [90.0], "native": [100.0]}),
         "state": Row("state", "s", {"two servers": [0.002], "without servers": [0.001]}),

@@ -204,7 +204,7 @@ REFUSED: list[tuple[Callable[[LlamaContext], Any], type[Exception], str, object,
 
 
 @pytest.mark.parametrize(("call", "builtin", "what", "value", "limit"), REFUSED)
-def test_what_is_refused_is_named_with_value_and_limit(
+def test_errors_name_the_value_and_the_limit(
     make_context: Any,
     call: Callable[[LlamaContext], Any],
     builtin: type[Exception],

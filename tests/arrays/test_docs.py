@@ -22,7 +22,7 @@ def test_every_example_runs(number: int) -> None:
     exec(compile(BLOCKS[number], f"array-caches.md, example {number}", "exec"), {})
 
 
-def test_there_are_examples_of_every_family() -> None:
+def test_every_family_has_examples() -> None:
     for name in ("CausalCache", "InputCache", "KVCache", "BatchKVCache", "FlatKVCache"):
         assert any(re.search(rf"\b{name}\(|\b{name}\.", block) for block in BLOCKS)
 

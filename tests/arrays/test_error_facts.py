@@ -58,7 +58,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str, object, object]] = 
 
 
 @pytest.mark.parametrize(("call", "builtin", "what", "value", "limit"), REFUSED)
-def test_what_is_refused_is_named_with_value_and_limit(
+def test_errors_name_the_value_and_the_limit(
     call: Callable[[], Any], builtin: type[Exception], what: str, value: object, limit: object
 ) -> None:
     with pytest.raises(errors.DetailedError) as caught:

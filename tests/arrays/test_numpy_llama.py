@@ -227,7 +227,7 @@ def compare(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_numpy_goes_on_where_llama_cpp_stopped(
+def test_numpy_continues_where_llama_cpp_stopped(
     example: Any, tiny: Path, kind: str, make_context: ContextFactory
 ) -> None:
     context, model = make_context("llama"), example.Llama(str(tiny))
@@ -245,7 +245,7 @@ def test_numpy_goes_on_where_llama_cpp_stopped(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_llama_cpp_goes_on_where_numpy_stopped(
+def test_llama_cpp_continues_where_numpy_stopped(
     example: Any, tiny: Path, kind: str, make_context: ContextFactory
 ) -> None:
     model = example.Llama(str(tiny))

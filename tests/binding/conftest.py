@@ -18,7 +18,7 @@ from support.sanitizer import SLOWER
 
 TESTS = Path(__file__).resolve().parent.parent
 
-# These tests import the package at the top: there is nothing to collect without its compiled layer.
+# These tests import the package at the top, so without its compiled layer none can be collected.
 if importlib.util.find_spec("pykvcache._native.lib") is None:
     collect_ignore_glob = ["test_*.py"]
 
@@ -35,7 +35,7 @@ def path(model_folder: Path) -> Path:
 
 @pytest.fixture
 def child() -> Child:
-    """``child(code, *args, stdin=, timeout=30)``: run Python code in a process of its own."""
+    """``child(code, *args, stdin=, timeout=30)``: run Python code in a new process."""
 
     def run(
         code: str, *args: object, timeout: float = 30, stdin: str = ""

@@ -145,7 +145,7 @@ class Arguments:
         return rng.choice(right.DAMAGE)(rng, state)
 
     def kept(self, kind: type) -> Any:
-        """What an earlier call gave, sometimes less of it."""
+        """Return an earlier call's result, sometimes shortened."""
         rng, found = self.rng, self.one(kind)
         if kind is SequenceState and found is not None and rng.random() < 0.2:
             try:

@@ -105,7 +105,7 @@ def members(kind: type) -> tuple[list[str], list[int]]:
     names = [n for n in dir(kind) if not n.startswith("_") and n not in INTERNAL]
     loud = {n for n in names if callable(getattr(kind, n))}
     # A picture takes as long as a hundred other calls, and nearly all of it is Matplotlib's.
-    # A partial state is refused by most memories and sequences, and has members of its own.
+    # A partial state is refused by most memories and sequences, and has its own members.
     often = {"decode": 20, "get_partial_state": 12, "plot": 1}
     return names, [often.get(n, 4 if n in loud else 1) for n in names]
 
@@ -119,7 +119,7 @@ def known(one: Any) -> type:
 
 
 class Unexpected(Exception):
-    """A call raised what it must not raise."""
+    """A call raised an undocumented exception."""
 
 
 class Fuzz(Arguments):
@@ -158,7 +158,7 @@ class Fuzz(Arguments):
         self.expected = self.fresh()
 
     def fresh(self) -> Any:
-        """What a new context gives for some tokens: logits, or an embedding."""
+        """Return a new context's result for tokens: logits or an embedding."""
         model = self.models[0]
         embeds = model.has_decoder and not model.has_encoder and "bert" in model.description
         with LlamaContext(model, n_ctx=256, n_threads=1, embeddings=embeds) as ctx:
@@ -254,7 +254,7 @@ class Fuzz(Arguments):
         del self.closed[:-5]
 
     def check(self, ctx: LlamaContext) -> None:
-        """Whatever was done to a context: cleared, it gives what a new one gives."""
+        """Check that a cleared context gives a new context's results."""
         args, named = self.options.pop(id(ctx))
         if ctx.is_closed or args[0].is_closed:
             return
@@ -351,7 +351,7 @@ class Fuzz(Arguments):
 
 
 def answers(ctx: LlamaContext) -> list[Any]:
-    """What a context gives for some tokens, or the types of its refusals."""
+    """Return a context's results for tokens, or the types of its errors."""
     calls: list[Callable[[], Any]] = [
         ctx.clear_kv_cache,
         lambda: ctx.encode([5]),

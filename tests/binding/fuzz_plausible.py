@@ -36,7 +36,7 @@ SPOIL: list[Callable[[Any], Any]] = [
 
 
 def flip(rng: Random, state: Any) -> Any:
-    """Change some bytes, mostly of what says how much there is."""
+    """Change some bytes, mostly of counts and lengths."""
     for _ in range(rng.randint(1, 3)):
         at = rng.randrange(min(len(state), rng.choice([64, 64, 10**9])))
         state[at] = rng.choice([0, 1, 0x7F, 0x80, 0xFF, state[at] ^ 1 << rng.randrange(8)])

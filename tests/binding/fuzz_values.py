@@ -28,11 +28,11 @@ class BadIndex:
 
 
 class CallersOwn(Exception):
-    """What an object of the caller's raises comes out as it is."""
+    """An exception of the caller's object, which must be raised unchanged."""
 
 
 class Raises:
-    """Raises an error of its own for whatever it is asked."""
+    """Raises its own error for every access."""
 
     def __index__(self) -> int:
         raise CallersOwn("no index today")

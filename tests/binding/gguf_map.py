@@ -1,4 +1,4 @@
-"""Where each field of a GGUF file lies: the places to damage it at."""
+"""Offsets of the fields of a GGUF file, for damaging them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several of these tests need."""
+"""Helpers of these tests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def differ(a: ArrayLike, b: ArrayLike) -> float:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in use; skips the test where there is no /proc."""
+    """Return the resident memory of this process; skip the test without /proc."""
     if SANITIZED:
         pytest.skip("AddressSanitizer keeps what was freed")
     statm = Path("/proc/self/statm")

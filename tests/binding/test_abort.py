@@ -1,4 +1,4 @@
-"""abort(): it stops a decode that runs, and the sequences say truthfully what is left."""
+"""abort() stops a running decode, and the sequences report correctly what is left."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def aborted(make_context: Any, name: str, *, inside: bool = False, **options: An
     raise AssertionError("the decode was never stopped")
 
 
-def test_there_is_nothing_to_stop(make_context: Any) -> None:
+def test_abort_without_a_decode_does_nothing(make_context: Any) -> None:
     ctx = make_context("llama")
     assert ctx.abort() is False
     ctx.decode(words(50))
@@ -50,7 +50,7 @@ def test_there_is_nothing_to_stop(make_context: Any) -> None:
 @pytest.mark.hazard("T5")
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2vl"])
 @pytest.mark.parametrize("n_batch", [4096, 256])
-def test_attention_keeps_what_was_computed_and_goes_on(
+def test_attention_keeps_computed_tokens_and_continues(
     make_context: Any, fresh_logits: Any, name: str, n_batch: int
 ) -> None:
     ctx, error = aborted(make_context, name, n_batch=n_batch, n_ubatch=64)
@@ -73,7 +73,7 @@ def test_attention_keeps_what_was_computed_and_goes_on(
 @pytest.mark.hazard("D22")
 @pytest.mark.not_on_a_device(reason="a decode is stopped between its parts alone")
 @pytest.mark.parametrize("name", ["mamba", "jamba", "lfm2_swa"])
-def test_a_recurrent_sequence_refuses_to_go_on_until_it_is_removed(
+def test_a_recurrent_sequence_refuses_use_until_it_is_removed(
     make_context: Any, fresh_logits: Any, name: str
 ) -> None:
     ctx, error = aborted(make_context, name, inside=True, n_batch=4096, n_ubatch=64)
@@ -95,7 +95,7 @@ def test_a_recurrent_sequence_refuses_to_go_on_until_it_is_removed(
     else:
         ctx.copy_kv_cache_seq(0, 2)  # stopped before the first step: there is nothing to copy
     assert 2 not in lengths(ctx)
-    # Another sequence is as it was, or says that it suffered too: llama.cpp moves states about.
+    # Another sequence is unchanged, or reports damage too: llama.cpp moves states.
     try:
         ctx.decode([7], seq_id=1)
     except DecodeError as refusal:
@@ -112,10 +112,10 @@ def test_a_recurrent_sequence_refuses_to_go_on_until_it_is_removed(
 @pytest.mark.hazard("N243")
 @pytest.mark.not_on_a_device(reason="a decode is stopped between its parts alone")
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "jamba", "granitehybrid", "nemotron_h"])
-def test_a_sequence_that_begins_after_an_abort_begins_with_nothing(
+def test_a_new_sequence_after_an_abort_starts_from_zeros(
     make_context: Any, fresh_logits: Any, name: str
 ) -> None:
-    """Whatever step of a graph comes last: zeros may be noted, and not written."""
+    """For every last step of a graph: cells may be marked as zeroed without being written."""
     ctx = make_context(name, n_ctx=1024, n_seq_max=3)
     batch = LlamaBatch()
     for seq in (0, 1):

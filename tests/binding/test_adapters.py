@@ -92,7 +92,7 @@ def test_an_adapter_does_what_merged_weights_do(folder: Path, name: str) -> None
     model.close()
 
 
-def test_scale_0_is_no_adapter(folder: Path) -> None:
+def test_scale_0_has_no_effect(folder: Path) -> None:
     model, one, _ = load(folder, "llama")
     base = with_adapters(model, [])
     assert np.array_equal(with_adapters(model, [(one, 0.0)]), base)
@@ -255,7 +255,7 @@ def test_states_of_other_adapters_are_refused(folder: Path, tmp_path: Path, name
     model.close()
 
 
-def test_requests_go_on_with_new_adapters(folder: Path, name: str) -> None:
+def test_requests_continue_with_new_adapters(folder: Path, name: str) -> None:
     model, one, _ = load(folder, name)
     with LlamaContext(model, n_ctx=512, n_seq_max=3, **EXACT) as ctx:
         generator = BatchGenerator(PrefixCache(ctx, block_size=8))
@@ -290,7 +290,7 @@ def test_an_adapter_lives_as_long_as_a_context_uses_it(folder: Path) -> None:
     ctx.close()
 
 
-def test_adapters_come_and_go_while_contexts_decode(folder: Path) -> None:
+def test_adapters_are_loaded_and_freed_during_decodes(folder: Path) -> None:
     model, one, _ = load(folder, "llama")
     right = with_adapters(model, [one])
     stop, wrong = threading.Event(), list[float]()
@@ -335,7 +335,7 @@ def test_an_activated_adapter_says_what_invokes_it(folder: Path) -> None:
 # Refusals -----------------------------------------------------------------------------------------
 
 
-def test_files_that_are_no_adapters_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_files_that_are_not_adapters_are_refused(folder: Path, tmp_path: Path) -> None:
     model, _, _ = load(folder, "llama")
     good = (folder / "llama-1.lora.gguf").read_bytes()
     bad: list[tuple[bytes, str | None]] = [

@@ -42,7 +42,7 @@ def rows(batch: LlamaBatch) -> list[tuple[int, int, list[int], int]]:
 # Adding -------------------------------------------------------------------------------
 
 
-def test_a_new_batch_is_empty_whatever_its_capacity() -> None:
+def test_a_new_batch_of_any_capacity_is_empty() -> None:
     for batch in (LlamaBatch(), LlamaBatch(0), LlamaBatch(7, 3), LlamaBatch(capacity=1)):
         assert len(batch) == 0
         assert not rows(batch)
@@ -175,7 +175,7 @@ def test_the_views_have_the_types_of_llama_batch_and_cannot_be_written() -> None
             setattr(batch, name, view)
 
 
-def test_the_batch_keeps_copies_of_what_it_was_given() -> None:
+def test_the_batch_copies_its_arguments() -> None:
     tokens, pos = np.array([1, 2, 3], np.int32), np.arange(3, dtype=np.int32)
     seqs, flags = np.zeros((3, 1), np.int32), np.ones(3, np.int8)
     made = LlamaBatch.from_arrays(tokens, pos, seqs, flags)
@@ -231,7 +231,7 @@ def test_views_outlive_growth_and_the_batch() -> None:
             view.flags.writeable = True
 
 
-def test_a_copy_is_a_batch_of_its_own() -> None:
+def test_a_copy_is_an_independent_batch() -> None:
     batch = LlamaBatch(3, 2)
     batch.note = "of a subclass or a caller"  # type: ignore[attr-defined]
     batch.add(5, 0, [1, 0, 2])
@@ -284,7 +284,7 @@ WAYS: list[Callable[[list[int]], Any]] = [
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("one", [int, np.int32, np.int64, np.uint8, Number])
-def test_whatever_holds_the_values_the_batch_is_the_same(way: Any, one: Any) -> None:
+def test_containers_of_equal_values_make_equal_batches(way: Any, one: Any) -> None:
     batch, expected = LlamaBatch(1), []
     for values in ([4], [9, 8, 7], []):
         for flag in (False, True, np.True_):
@@ -304,7 +304,7 @@ def test_whatever_holds_the_values_the_batch_is_the_same(way: Any, one: Any) -> 
 
 
 @pytest.mark.parametrize("wrong", [True, 1.0, "1", None, 2**31, -1, 2**70])
-def test_a_value_that_is_refused_leaves_the_batch_as_it_was(wrong: Any) -> None:
+def test_a_refused_value_leaves_the_batch_unchanged(wrong: Any) -> None:
     batch = LlamaBatch()
     batch.add_sequence([1, 2], 0)
     before = rows(batch)
@@ -317,7 +317,7 @@ def test_a_value_that_is_refused_leaves_the_batch_as_it_was(wrong: Any) -> None:
         lambda: batch.add_sequence([1], 0, start=wrong),
         lambda: LlamaBatch.from_arrays([1], [0], wrong) if wrong != -1 else batch.add(1, 0, -1),
     ]
-    if wrong != -1:  # decode() tells which tokens there are
+    if wrong != -1:  # decode() checks the vocabulary
         calls.append(lambda: batch.add_sequence([1, wrong], 0))
     for call in calls:
         with pytest.raises((TypeError, ValueError)):

@@ -1,4 +1,4 @@
-"""What a LlamaBatch refuses, with nothing changed."""
+"""Refusals of LlamaBatch, with nothing changed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_other_types_than_integers_are_type_errors(batch: LlamaBatch, use: Use, 
 
 @pytest.mark.parametrize("use", INTEGERS)
 @pytest.mark.parametrize("value", NO_INT32)
-def test_what_does_not_fit_is_a_value_error(batch: LlamaBatch, use: Use, value: int) -> None:
+def test_misfits_are_value_errors(batch: LlamaBatch, use: Use, value: int) -> None:
     with pytest.raises(ValueError, match=str(value)):
         use(batch, value)
     assert unchanged(batch)

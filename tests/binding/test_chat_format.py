@@ -87,7 +87,7 @@ def test_the_grammar_of_required_calls_allows_the_answer(vocab: LlamaModel, name
             sampler.accept(token, grammar=True)
         sampler.reset()
     logits = np.zeros(vocab.native.n_vocab, np.float32)
-    logits[vocab.token_eos] = 10  # there is no answer without a call
+    logits[vocab.token_eos] = 10  # an answer must have a call
     assert Sampler(temperature=0, chat_format=form, model=vocab).sample(logits) != vocab.token_eos
 
 
@@ -172,7 +172,7 @@ def test_wrong_arguments_are_an_error_with_the_text(hermes: Any, arguments: str,
 
 
 @needs_templates
-def test_a_tool_that_is_not_there_is_an_error(hermes: Any) -> None:
+def test_an_unknown_tool_is_an_error(hermes: Any) -> None:
     with pytest.raises(ChatParseError):
         hermes(call('{"place": "Paris"}', "get_rain"))
 
@@ -371,8 +371,8 @@ def test_ordinary_nesting_is_read(vocab: LlamaModel) -> None:
 
 
 @needs_templates
-def test_what_a_tool_schema_ignores_is_checked_afterwards(vocab: LlamaModel) -> None:
-    """No grammar holds to ``multipleOf``: it is left out, and the arguments are checked."""
+def test_keywords_that_the_grammar_ignores_are_checked_afterwards(vocab: LlamaModel) -> None:
+    """A grammar cannot enforce ``multipleOf``: it is ignored, and the arguments are checked."""
     schema = {"type": "object", "properties": {"n": {"type": "number", "multipleOf": 5}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     template = source("Qwen-Qwen2.5-7B-Instruct")

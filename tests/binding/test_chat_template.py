@@ -57,7 +57,7 @@ def test_a_model_renders_its_own_template(model_folder: Path, tmp_path: Path) ->
         assert one.apply_chat_template(MESSAGES, template="other") == "other"
 
 
-def test_without_a_template_there_is_nothing_to_render(model: Any) -> None:
+def test_rendering_needs_a_template(model: Any) -> None:
     assert model("llama").chat_template is None
     with pytest.raises(ValueError, match="no chat template"):
         model("llama").apply_chat_template(MESSAGES)
@@ -266,7 +266,7 @@ def test_values_of_other_types_become_plain_ones(text: Any) -> None:
 @pytest.mark.parametrize(
     "more", [{"tools": [len]}, {"tools": {"a": 1}}, {"documents": "x"}, {"x": object()}, {"x": b""}]
 )
-def test_what_is_not_plain_data_is_refused(text: Any, more: dict[str, Any]) -> None:
+def test_only_plain_data_is_rendered(text: Any, more: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=r"must be a sequence of mappings|plain data"):
         text("x", **more)
 

@@ -1,4 +1,4 @@
-"""The likeliest token among rows of every length: the first of several, and what is not finite."""
+"""The likeliest token in rows of every length: the first of equals, and non-finite values."""
 
 from __future__ import annotations
 

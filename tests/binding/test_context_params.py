@@ -1,4 +1,4 @@
-"""Parameters of a context: what is refused, what llama.cpp makes of the rest."""
+"""Parameters of a context: refusals, and llama.cpp's effective values."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_long_context_model_costs_little_by_default(model: Any, name: str) -> 
         assert resident_bytes() - before < 100 * 2**20
 
 
-def test_the_whole_length_of_the_model_is_there_for_who_asks(model: Any) -> None:
+def test_n_ctx_0_gives_the_whole_length_of_the_model(model: Any) -> None:
     with LlamaContext(model("llama", n_ctx_train=100_000), n_ctx=0, n_threads=1) as ctx:
         assert ctx.n_ctx == 100_096
 
@@ -223,7 +223,7 @@ assert (ctx.logits() == logits).all()
 
 @pytest.mark.hazard("N42")
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's limits")
-def test_what_is_too_large_for_memory_is_a_typed_error_and_all_goes_on(
+def test_contexts_too_large_for_memory_raise_a_typed_error(
     child: Child, model: Any, model_folder: Path
 ) -> None:
     large = make_model("llama", model_folder, n_embd=512, n_ff=2048)
@@ -260,10 +260,10 @@ def test_a_huge_batch_size_costs_nothing(model: Any, name: str, options: Any) ->
         ({"n_ctx": 256, "n_seq_max": 256}, (256, 256, 256, 256, 256)),
     ],
 )
-def test_what_llama_cpp_rounds_is_readable(model: Any, options: Any, expected: Any) -> None:
+def test_rounded_parameters_are_readable(model: Any, options: Any, expected: Any) -> None:
     with LlamaContext(model("llama"), n_threads=1, **options) as ctx:
         assert (ctx.n_ctx, ctx.n_ctx_seq, ctx.n_batch, ctx.n_ubatch, ctx.n_seq_max) == expected
-        # One token per sequence fits whatever was rounded.
+        # One token per sequence fits after any rounding.
         ctx.decode(np.full(min(ctx.n_batch, 40), 5, np.int32), seq_id=ctx.n_seq_max - 1)
 
 

@@ -111,7 +111,7 @@ from pykvcache import LlamaContext, LlamaModel
 from pykvcache.errors import InternalError
 model = LlamaModel(sys.argv[1])
 other = LlamaContext(LlamaModel(sys.argv[2]), n_ctx=256, n_threads=4)
-for n_threads in (1, 2, 4, 20):  # 20: more than have a place of their own to tell where they are
+for n_threads in (1, 2, 4, 20):  # 20: more threads than own slots for their position
     ctx = LlamaContext(model, n_ctx=256, n_threads=n_threads)
     for _ in range(3):
         for tokens in (range(5, 45), [5]):

@@ -103,7 +103,7 @@ def test_a_long_call_that_does_not_fit_is_refused_before_any_of_it(
     assert differ(ctx.logits(), fresh_logits("llama", tokens[:254])) < RIGHT
 
 
-def test_what_a_window_had_room_for_stays_and_is_counted(
+def test_tokens_that_fit_the_window_stay_and_are_counted(
     make_context: Any, fresh_logits: Any
 ) -> None:
     # Forks of a prefix keep cells of the window that no free cell of plain attention tells of.
@@ -171,9 +171,7 @@ def test_a_prompt_of_several_sequences_is_computed_once(
         assert differ(ctx.logits(), fresh_logits(name, [*prompt, *tail])) < RIGHT
 
 
-def test_sequences_that_share_their_cells_go_on_together(
-    make_context: Any, fresh_logits: Any
-) -> None:
+def test_sequences_that_share_cells_continue_together(make_context: Any, fresh_logits: Any) -> None:
     ctx, prompt = make_context("llama"), words(20)
     ctx.decode(prompt)
     ctx.copy_kv_cache_seq(0, 2)

@@ -133,7 +133,7 @@ def test_a_sequence_past_int32_is_too_large(make_context: Any, seq_id: int) -> N
 @pytest.mark.parametrize(
     "tokens", [None, 5, 1.5, "abc", b"abc", [1.5], [True], [[1]], ["a"], {1: 2.0}]
 )
-def test_what_holds_no_tokens_is_a_type_error(make_context: Any, tokens: Any) -> None:
+def test_objects_without_tokens_are_type_errors(make_context: Any, tokens: Any) -> None:
     ctx = make_context("llama")
     if isinstance(tokens, dict):
         tokens = {1.5: 2}

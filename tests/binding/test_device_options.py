@@ -1,4 +1,4 @@
-"""Which devices there are, and which a model may be put on; devices/ has those of a device."""
+"""Listing devices and choosing them for a model; devices/ has the tests that need a device."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_pooled_embeddings_are_pooled_from_those_of_the_tokens(
 
 @pytest.mark.hazard("N10")
 @pytest.mark.parametrize("name", ["bert", "llama", "mamba"])
-def test_pooled_tokens_have_no_embeddings_of_their_own(make_context: Any, name: str) -> None:
+def test_pooled_tokens_have_no_separate_embeddings(make_context: Any, name: str) -> None:
     ctx = make_context(name, embeddings=True, pooling_type="mean")
     ctx.decode(words(5))
     assert np.abs(ctx.seq_embeddings()).max() > 0
@@ -143,13 +143,13 @@ def test_each_sequence_of_a_batch_has_its_embedding(make_context: Any) -> None:
 # Encoder and decoder ------------------------------------------------------------------
 
 
-def test_what_was_encoded_decides_what_is_decoded(make_context: Any) -> None:
+def test_decoding_depends_on_the_encoded_input(make_context: Any) -> None:
     ctx, rows = make_context("t5", n_seq_max=1), []
     for seed in (1, 2, 1):
         ctx.encode(words(12, seed))
         ctx.decode([0, 5, 6])
         rows.append(ctx.logits())
-        # What is held attends to this input; another one would make it wrong.
+        # The cells depend on this input; another one would make them wrong.
         with pytest.raises(InvalidBatch, match="another input"):
             ctx.encode(words(12, 3))
         ctx.clear_kv_cache()

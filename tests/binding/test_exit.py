@@ -1,4 +1,4 @@
-"""The end of the interpreter, with whatever is still alive."""
+"""Interpreter exit with live objects."""
 
 from __future__ import annotations
 

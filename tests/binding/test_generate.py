@@ -35,7 +35,7 @@ def test_greedy_generation_is_decode_and_argmax(make_context: Any, name: str) ->
     assert ctx.tokens_evaluated == 21 + (20 if name == "t5" else 0)
 
 
-def test_it_goes_on_from_the_last_token(make_context: Any) -> None:
+def test_it_continues_from_the_last_token(make_context: Any) -> None:
     prompt = words(10)
     whole = list(make_context("llama").generate(prompt, 20))
     ctx = make_context("llama")
@@ -139,7 +139,7 @@ def test_other_types_than_samplers_are_type_errors(make_context: Any, sampler: A
     assert lengths(ctx) == {}
 
 
-def test_what_cannot_be_decoded_changes_nothing(make_context: Any) -> None:
+def test_a_failed_decode_changes_nothing(make_context: Any) -> None:
     ctx = make_context("llama")
     for prompt in ([], [320], [-1], np.array([], np.int32)):
         with pytest.raises(InvalidBatch):

@@ -1,4 +1,4 @@
-"""What is checked in a grammar's text before llama.cpp reads it."""
+"""Checks of a grammar's text before llama.cpp reads it."""
 
 from __future__ import annotations
 

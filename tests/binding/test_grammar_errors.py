@@ -1,4 +1,4 @@
-"""What is wrong with a grammar is in the error, with its line, and not on stderr."""
+"""Errors in a grammar are in the exception, with line, and not on stderr."""
 
 from __future__ import annotations
 

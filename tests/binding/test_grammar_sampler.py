@@ -56,7 +56,7 @@ def test_json_comes_out_whole(make_context: Any) -> None:
 
 def test_a_finished_grammar_ends_the_text_or_says_so(make_context: Any) -> None:
     assert sampled(make_context("llama"), 'root ::= "ab"', 10) == "ab"
-    # Without a token that ends a text there is nothing left to choose.
+    # Without an end token, all tokens are excluded.
     ctx = make_context("llama_bpe")
     sampler = Sampler(temperature=0, grammar='root ::= "ab"', model=ctx.model)
     tokens = list(ctx.generate(words(5), 10, sampler))

@@ -114,7 +114,7 @@ def pieces(vocab: LlamaModel) -> list[bytes]:
 def written(sampler: Sampler, pieces: list[bytes], seed: int, eos: int) -> str | None:
     """Return a text of random tokens that a sampler allows; None if it has no end soon."""
     random_logits = np.random.default_rng(seed)
-    # Bytes that are no character by themselves, of which the grammar allows any order.
+    # Bytes that are no characters by themselves; the grammar allows any order.
     broken = [i for i, piece in enumerate(pieces) if piece and max(piece) > 127 and len(piece) < 2]
     ends = [i for i, piece in enumerate(pieces) if piece in (b'"', b"}", b"]")]
     text = b""
@@ -132,7 +132,7 @@ def written(sampler: Sampler, pieces: list[bytes], seed: int, eos: int) -> str |
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_what_is_written_is_what_the_schema_allows(
+def test_generated_text_follows_the_schema(
     vocab: LlamaModel, pieces: list[bytes], name: str
 ) -> None:
     schema, eos = SCHEMAS[name], vocab.token_eos
@@ -281,13 +281,13 @@ def chained(n: int) -> dict[str, Any]:
         ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "left recursion"),
     ],
 )
-def test_what_cannot_be_a_grammar_is_refused(vocab: LlamaModel, schema: Any, why: str) -> None:
+def test_schemas_without_a_grammar_are_refused(vocab: LlamaModel, schema: Any, why: str) -> None:
     for strict in (True, False):
         with pytest.raises(GrammarError, match=why):
             Sampler(json_schema=schema, strict=strict, model=vocab)
 
 
-def test_what_is_as_large_as_may_be_is_a_grammar(vocab: LlamaModel) -> None:
+def test_schemas_at_the_limits_have_a_grammar(vocab: LlamaModel) -> None:
     Sampler(json_schema=nested(64), model=vocab)
     Sampler(json_schema={"properties": {f"p{i}": {} for i in range(200)}}, model=vocab)
 
@@ -313,8 +313,8 @@ def test_one_grammar_is_given(vocab: LlamaModel) -> None:
         "ab|c",
     ],
 )
-def test_patterns_allow_no_text_that_the_schema_does_not(pattern: str) -> None:
-    """What was made of a pattern is one itself, for which Python's engine can be asked."""
+def test_converted_patterns_allow_only_texts_of_the_schema(pattern: str) -> None:
+    """The converted pattern is a pattern too, so Python's engine can check it."""
     made = convertible_pattern(pattern)
     draw = random.Random(3)
     for _ in range(3000):

@@ -1,4 +1,4 @@
-"""Loading a model: what is refused, how, and that nothing is left behind."""
+"""Loading a model: refusals, and that failed loads leave nothing behind."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path, child: Child
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
-def test_a_part_that_is_no_file_is_refused(
+def test_a_part_that_is_not_a_file_is_refused(
     child: Child, model_folder: Path, tmp_path: Path
 ) -> None:
     first, second = (tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2))
@@ -186,7 +186,7 @@ def test_only_false_cancels(llama: Path) -> None:
 
 @pytest.mark.hazard("N20")
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, StopIteration])
-def test_what_progress_raises_comes_out(llama: Path, error: type[BaseException]) -> None:
+def test_exceptions_of_progress_are_raised(llama: Path, error: type[BaseException]) -> None:
     mine = error("from the callback")
 
     def fail(fraction: float) -> None:

@@ -1,4 +1,4 @@
-"""How many bytes a context takes, by type of buffer, beside what other functions say."""
+"""Bytes of a context by buffer type, compared with other functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_sums_are_those_of_the_memory_and_the_weights(make_context: Any, name: s
     found = ctx.memory_breakdown()
     assert all(isinstance(one, BufferBytes) for one in found.values())
     assert sum(one.context for one in found.values()) == ctx.memory_info.bytes_total
-    # Buffers are padded, and hold what is not counted as weights of the model.
+    # Buffers are padded, and contain more than the model's weights.
     assert sum(one.model for one in found.values()) >= ctx.model.size
     assert sum(one.compute for one in found.values()) > 0
     places = ("CPU", *ctx.model.devices)

@@ -1,4 +1,4 @@
-"""Messages that were untrue or said nothing: what they name is what is in the way."""
+"""Messages name the real cause."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_swapped_arguments_name_the_order(make_context: Any, name: str, tmp_path
 
 
 class Unwritable:
-    """What has no text at all."""
+    """An object without a repr."""
 
     def __repr__(self) -> str:
         raise RuntimeError("no text")
@@ -174,10 +174,10 @@ def test_the_subject_survives_a_pickle() -> None:
     assert str(UnsupportedOperation("a", "b")) == "operation not supported by this model: a: b"
 
 
-# Why there are no logits ---------------------------------------------------------------------
+# Reasons for missing logits ------------------------------------------------------------------
 
 
-def test_why_there_are_no_logits_is_true(make_context: Any) -> None:
+def test_missing_logits_have_the_right_reason(make_context: Any) -> None:
     ctx = make_context("llama")
     for ask in (ctx.logits, lambda: ctx.logits(3)):
         with pytest.raises(IndexError, match="this context has not decoded yet"):

@@ -1,4 +1,4 @@
-"""What a loaded model says about itself, and how long it lives."""
+"""Facts and lifetime of a loaded model."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_heads_and_rope_of_each_kind(model: Any) -> None:
     assert model("t5").rope_type is RopeType.NONE
 
 
-def test_size_and_parameters_count_what_is_in_the_file(model: Any, model_folder: Path) -> None:
+def test_size_and_parameters_match_the_file(model: Any, model_folder: Path) -> None:
     for name in ("llama", "mamba", "bert", "t5"):
         tensors = gguf.GGUFReader(make_model(name, model_folder)).tensors
         one = model(name)

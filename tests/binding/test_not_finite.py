@@ -20,7 +20,7 @@ from support.models import make_model
 
 from .kit import differ, with_keys, words
 
-# Of mamba: far below what is refused, and the state that comes of it is more than its cube.
+# For mamba: far below the limit, but the resulting state is more than its cube.
 LARGE = 1e15
 
 
@@ -63,7 +63,7 @@ def overflow(ctx: LlamaContext, seq: int) -> None:
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2"])
 @pytest.mark.parametrize("how", ["remove", "keep", "copy"])
-def test_what_comes_after_it_in_its_place_is_right(make_context: Any, name: str, how: str) -> None:
+def test_a_new_sequence_in_its_place_is_right(make_context: Any, name: str, how: str) -> None:
     # A new recurrent state is 0 times what lay there, and that was NaN.
     ctx, twin = make_context(name), make_context(name)
     ctx.decode(words(12))
@@ -163,7 +163,7 @@ def test_every_place_of_a_row_is_looked_at() -> None:
             row[place] = -3.4e38
 
 
-def test_a_state_that_overflows_raises_and_harms_nobody(make_context: Any) -> None:
+def test_a_state_that_overflows_raises_and_affects_no_other(make_context: Any) -> None:
     ctx, twin = make_context("mamba"), make_context("mamba")
     for one in (ctx, twin):
         one.decode(words(12))
@@ -178,9 +178,7 @@ def test_a_state_that_overflows_raises_and_harms_nobody(make_context: Any) -> No
 
 
 @pytest.mark.hazard("N77")
-def test_a_request_whose_logits_are_no_numbers_ends_alone(
-    model_folder: Path, tmp_path: Path
-) -> None:
+def test_a_request_with_nan_logits_ends_alone(model_folder: Path, tmp_path: Path) -> None:
     path = spoilt_mamba(model_folder, tmp_path)
     with LlamaModel(path) as model, LlamaContext(model, n_ctx=256, n_seq_max=4) as ctx:
         generator = BatchGenerator(ctx)

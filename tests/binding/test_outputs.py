@@ -1,4 +1,4 @@
-"""What a decode leaves to read: logits, embeddings, figures."""
+"""Outputs of a decode: logits, embeddings, measurements."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_an_array_gives_the_logits_of_its_last_token(make_context: Any) -> None:
 
 
 @pytest.mark.hazard("D33", "D34")
-def test_there_are_no_logits_before_a_decode_or_without_asking(make_context: Any) -> None:
+def test_logits_exist_only_after_a_decode_that_asked_for_them(make_context: Any) -> None:
     ctx = make_context("llama")
     for _ in range(2):
         for i in (0, -1):
@@ -127,7 +127,7 @@ def test_llama_cpp_s_own_figures(make_context: Any) -> None:
     with pytest.raises(AttributeError):
         perf.n_eval = 5  # type: ignore[misc]
     ctx.perf_reset()
-    # llama.cpp reports at least one of each, lest somebody divides by zero.
+    # llama.cpp reports at least 1 of each, to avoid divisions by zero.
     assert ctx.perf().n_p_eval <= 1
     assert ctx.tokens_evaluated == 12
 

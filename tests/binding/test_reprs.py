@@ -1,4 +1,4 @@
-"""What an interpreter shows fits a line and says what is there."""
+"""Reprs fit a line and show the contents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VIEW = pytest.mark.not_on_a_device(reason="the CPU cannot look into its memory")
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mamba", "jamba", "qwen2vl"])
 @pytest.mark.parametrize("copy", [True, pytest.param(False, marks=VIEW)])
-def test_what_a_context_gives_fits_a_line(make_context: Any, name: str, copy: bool) -> None:
+def test_reprs_of_results_fit_a_line(make_context: Any, name: str, copy: bool) -> None:
     ctx = make_context(name)
     ctx.decode(words(20))
     arrays = ctx.kv(0, copy=copy)
@@ -36,7 +36,7 @@ def test_what_a_context_gives_fits_a_line(make_context: Any, name: str, copy: bo
         assert repr(ctx.kv(1)).startswith("<SequenceKV: 0 tokens, ")
 
 
-def test_a_repr_survives_what_somebody_put_there() -> None:
+def test_a_repr_survives_foreign_objects() -> None:
     for junk in (None, 5, "abc", [1, 2], np.zeros((2, 2)), np.float32(1)):
         repr(SequenceKV(junk, junk, junk, junk, junk, junk))  # type: ignore[arg-type]
         repr(SequenceKV(np.arange(2), [junk]))  # type: ignore[list-item]

@@ -43,7 +43,7 @@ def llama(model_folder: Path) -> Path:
         ([f"a:{port}" for port in range(1, 18)], ValueError),
     ],
 )
-def test_what_is_no_address_is_refused(llama: Path, value: Any, error: type[Exception]) -> None:
+def test_invalid_addresses_are_refused(llama: Path, value: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="rpc"):
         LlamaModel(llama, rpc=value)
 

@@ -104,7 +104,7 @@ def test_penalties_count_what_was_taken_and_accepted(ctx: LlamaContext) -> None:
     assert sampler.sample(ctx) == order[0]
 
 
-def test_a_repeat_penalty_divides_what_is_positive(ctx: LlamaContext) -> None:
+def test_a_repeat_penalty_divides_positive_logits(ctx: LlamaContext) -> None:
     logits = ctx.logits()
     best = int(logits.argmax())
     assert logits[best] > 0
@@ -189,7 +189,7 @@ def test_accept_wants_a_token_of_the_model(ctx: LlamaContext) -> None:
 
 
 @pytest.mark.hazard("D37")
-def test_without_logits_there_is_nothing_to_sample(make_context: Any) -> None:
+def test_sampling_needs_logits(make_context: Any) -> None:
     ctx = make_context("llama")
     with pytest.raises(IndexError):
         Sampler().sample(ctx)
@@ -199,7 +199,7 @@ def test_without_logits_there_is_nothing_to_sample(make_context: Any) -> None:
 
 
 def broken_logits(folder: Path, source: Path, values: dict[int, float]) -> Path:
-    """A model whose logits of some tokens are what they should not be."""
+    """A model with invalid logits for some tokens."""
 
     def spoil(name: str, data: Any) -> Any:
         if name == "output.weight":

@@ -1,4 +1,4 @@
-"""Copies of samplers: they go on with what the sampler held, each on its own."""
+"""Copies of samplers continue independently with the sampler's history."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_copy_draws_what_the_original_draws(
         assert draw(ahead, ctx, 20) == draw(again, ctx, 20)
 
 
-def test_a_copy_has_penalties_of_its_own(
+def test_a_copy_has_independent_penalties(
     duplicate: Callable[[Sampler], Sampler], ctx: LlamaContext
 ) -> None:
     order = np.argsort(-ctx.logits()).tolist()
@@ -122,8 +122,8 @@ NAMES = ["native", "sample", "accept", "logprobs", "reset", "clone", "seed"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_subclass_cannot_replace_what_is_compiled(name: str, make_context: Any) -> None:
-    """generate() would not call it, and choose other tokens than its author thinks."""
+def test_a_subclass_cannot_replace_compiled_methods(name: str, make_context: Any) -> None:
+    """generate() would not call an override, and would silently choose other tokens."""
     ctx = make_context("llama")
     mixin = type("Mixin", (), {name: lambda self, *args: 7})
     mine = [
@@ -166,7 +166,7 @@ def test_a_subclass_without_a_beginning_is_refused(make_context: Any) -> None:
         assert list(sequence.generate(3)) == handle.tokens.tolist()[-3:]
 
 
-def test_what_only_says_that_it_is_a_sampler_is_refused(make_context: Any) -> None:
+def test_proxies_of_samplers_are_refused(make_context: Any) -> None:
     ctx = make_context("llama")
     with (
         LlamaSequence(ctx, words(5)) as sequence,

@@ -98,7 +98,7 @@ def test_a_grammar_wants_the_logits_of_its_model(model: Any) -> None:
 @pytest.mark.parametrize("temperature", [1e-300, 1e-45, 1e-38, 1e-6, 0.5])
 @pytest.mark.parametrize("scale", [1.0, 1e30, 3e38])
 def test_any_temperature_above_0_keeps_the_order(temperature: float, scale: float) -> None:
-    """Where a logit over a temperature is infinite, llama.cpp's chances are NaN."""
+    """If a logit divided by the temperature is infinite, llama.cpp's probabilities are NaN."""
     for sign in (1, -1):
         logits = (sign * np.float32([0.25, 0.5, 1.0, 0.75]) * np.float32(scale)).astype(np.float32)
         sampler = Sampler(temperature=temperature, seed=1, **OPEN)

@@ -82,7 +82,7 @@ def test_the_order_of_specials_of_one_length_is_llama_cpps(tmp_path: Path, seed:
 @pytest.mark.parametrize(
     ("name", "pre"), [("phi-3", "gpt-2"), ("modern-bert", "gpt-2"), ("", "jina-v2-de")]
 )
-def test_white_space_beside_a_special_goes_where_the_model_says(
+def test_white_space_next_to_a_special_token_follows_the_model(
     tmp_path: Path, name: str, pre: str
 ) -> None:
     # By these names llama.cpp strips white space before or after some tokens.

@@ -41,7 +41,7 @@ def kept(sampler: Sampler, row: Floats) -> set[int]:
 
 @settings(max_examples=examples(50))
 @given(seed=st.integers(0, 1000), n=st.floats(0.1, 4))
-def test_top_n_sigma_keeps_what_is_near_the_largest(seed: int, n: float) -> None:
+def test_top_n_sigma_keeps_logits_near_the_largest(seed: int, n: float) -> None:
     row = logits(seed)
     found = kept(Sampler(**OFF, top_n_sigma=n), row)
     wanted = np.flatnonzero(row >= row.max() - np.float32(n) * row.std())
@@ -50,7 +50,7 @@ def test_top_n_sigma_keeps_what_is_near_the_largest(seed: int, n: float) -> None
 
 @settings(max_examples=examples(50))
 @given(seed=st.integers(0, 1000), p=st.floats(0.1, 0.95))
-def test_typical_p_keeps_what_is_as_surprising_as_expected(seed: int, p: float) -> None:
+def test_typical_p_keeps_tokens_of_typical_surprise(seed: int, p: float) -> None:
     row = logits(seed)
     probability = chances(row)
     surprise = -np.log(probability)
@@ -81,7 +81,7 @@ def test_xtc_leaves_the_least_likely_of_the_likely(seed: int, threshold: float) 
     assert always == set(range(N)) - {5}
 
 
-def test_no_stage_brings_back_what_is_excluded() -> None:
+def test_no_stage_restores_excluded_tokens() -> None:
     banned = {t: -math.inf for t in range(0, N, 2)}
     for options in (
         {"typical_p": 0.2},
@@ -225,7 +225,7 @@ def test_a_call_changes_logits() -> None:
     assert Sampler(temperature=0, stages=[in_place]).clone().sample(row) == 7
 
 
-def test_what_a_call_raises_is_raised() -> None:
+def test_exceptions_of_a_stage_are_raised() -> None:
     class Mine(Exception):
         pass
 

@@ -45,7 +45,7 @@ for load in ("pykvcache.LlamaModel", "pykvcache.system_info", native):
 
 
 def child(code: str) -> str:
-    """Run code in a process that must end by itself, and return what it printed."""
+    """Run code in a process that must exit normally, and return its output."""
     done = subprocess.run(
         [sys.executable, "-c", BEGIN + code],
         capture_output=True,
@@ -99,8 +99,8 @@ print("end")
     assert child(code) == "end\n"
 
 
-def test_the_extension_asks_by_itself() -> None:
-    """Where Python has no module that could tell, or another loader passes the package by."""
+def test_the_extension_checks_by_itself() -> None:
+    """Also without Python's module, or with a loader that bypasses the package."""
     code = """
 import sys
 sys.modules["_interpreters"] = sys.modules["_xxsubinterpreters"] = None
@@ -114,8 +114,8 @@ else:
     assert child(f"run({code!r}); print('end')") == "end\n"
 
 
-def test_what_is_refused_leaves_numpy_to_the_main_interpreter() -> None:
-    """NumPy serves the interpreter that loads it first: refusals come before it is loaded."""
+def test_refused_imports_leave_numpy_to_the_main_interpreter() -> None:
+    """NumPy works only in the first interpreter that loads it, so refusals must come before."""
     compiled = [
         ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
         for path in sorted(SOURCE.rglob("*.py"))

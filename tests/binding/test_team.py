@@ -103,7 +103,7 @@ assert n_threads() == others + 3, n_threads()
 
 
 @pytest.mark.hazard("F1")
-def test_a_forked_child_computes_with_threads_of_its_own(child: Child, model: Any) -> None:
+def test_a_forked_child_computes_with_new_threads(child: Child, model: Any) -> None:
     code = (
         START
         + """

@@ -28,7 +28,7 @@ HAMMER_SECONDS = float(os.environ.get("PYKVCACHE_FUZZ_SECONDS", "2"))
 
 
 def together(*works: Callable[[], None], patience: float = PATIENCE) -> None:
-    """Run functions in threads of their own and raise what one of them raised."""
+    """Run functions in separate threads and raise an exception of any of them."""
     errors: list[BaseException] = []
     barrier = threading.Barrier(len(works))
 

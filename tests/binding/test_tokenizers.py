@@ -103,7 +103,7 @@ def survives(one: LlamaModel, size: int) -> int:
 
 # Out of scope: llama.cpp never returns from an RWKV vocabulary without a token for each byte.
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "rwkv"])
-def test_a_broken_vocabulary_gives_tokens_or_says_what_it_lacks(tmp_path: Path, kind: str) -> None:
+def test_a_broken_vocabulary_gives_tokens_or_names_its_fault(tmp_path: Path, kind: str) -> None:
     good = []
     for vocab in broken(KINDS[kind]()):
         try:

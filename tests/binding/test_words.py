@@ -106,7 +106,7 @@ def test_invalid_code_points_are_replaced() -> None:
     "name", ["deepseek-v3", "gpt-4o", "tekken", "jais-2", "superbpe", "default"]
 )
 @pytest.mark.parametrize("text", ["x" * 30_000, " " * 30_000, "漢" * 20_000, "1" * 30_000])
-def test_a_text_is_tokenized_whatever_its_length(
+def test_texts_of_any_length_are_tokenized(
     model_folder: Path, tmp_path: Path, name: str, text: str
 ) -> None:
     path = with_keys(

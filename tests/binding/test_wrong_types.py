@@ -99,7 +99,7 @@ def test_tokens_that_do_not_exist_are_not_selected(tokens: Any, error: type[Exce
         (5, "tokens must be a sequence of integers, not int"),
     ],
 )
-def test_what_is_no_token_is_named_once(make_context: Any, given: Any, says: str) -> None:
+def test_wrong_tokens_are_named_once(make_context: Any, given: Any, says: str) -> None:
     ctx = make_context("llama")
     for call in (ctx.decode, lambda tokens: LlamaSequence(ctx, tokens), ctx.model.detokenize):
         with pytest.raises(TypeError, match=says) as error:
@@ -127,8 +127,8 @@ NO_INTEGERS: list[Any] = [np.array(1.5), np.array([1, 2]), np.array("1"), np.zer
 
 
 @pytest.mark.parametrize("given", NO_INTEGERS)
-def test_arrays_that_are_no_integers_are_named(make_context: Any, given: Any) -> None:
-    """They all have ``__index__``, whatever is in them."""
+def test_arrays_of_other_types_are_named(make_context: Any, given: Any) -> None:
+    """All arrays have ``__index__``."""
     ctx = make_context("llama")
     ctx.decode(words(3))
     calls = {
@@ -147,7 +147,7 @@ def test_arrays_that_are_no_integers_are_named(make_context: Any, given: Any) ->
 
 
 @pytest.mark.parametrize("given", [[], {}, bytearray(9), np.zeros(2), 5, "tail", [[1]]])
-def test_parts_are_named_whatever_they_are(make_context: Any, given: Any) -> None:
+def test_parts_of_any_type_are_named(make_context: Any, given: Any) -> None:
     ctx = make_context("llama")
     for call in (ctx.cells, ctx.plot):
         with pytest.raises(ArgumentError, match=r"part is .*: it must be one of attention"):
@@ -155,7 +155,7 @@ def test_parts_are_named_whatever_they_are(make_context: Any, given: Any) -> Non
 
 
 @pytest.mark.parametrize("given", ["x" * 100_000, object(), [(1, 2)], [5], {}, 5, "f2"])
-def test_types_of_values_are_named_whatever_they_are(make_context: Any, given: Any) -> None:
+def test_values_of_any_type_are_named(make_context: Any, given: Any) -> None:
     ctx = make_context("llama")
     ctx.decode(words(3))
     with pytest.raises((ArgumentError, TypeError), match=r"^dtype (is|must be)") as info:
@@ -164,7 +164,7 @@ def test_types_of_values_are_named_whatever_they_are(make_context: Any, given: A
 
 
 @pytest.mark.parametrize("name", [5, None, bytearray(b"x"), ["x"]])
-def test_names_of_files_that_are_no_text_are_type_errors(name: Any) -> None:
+def test_file_names_that_are_not_text_are_type_errors(name: Any) -> None:
     class Named:
         def __fspath__(self) -> Any:
             return name

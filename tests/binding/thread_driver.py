@@ -26,7 +26,7 @@ Step = Callable[["Shared", LlamaContext, Random], object]
 
 
 class Shared:
-    """What the threads share: one model, one sampler, one context at a time."""
+    """Shared by the threads: one model, one sampler, one context at a time."""
 
     def __init__(self, path: Path, seed: int) -> None:
         self.rng = Random(seed)

@@ -193,7 +193,7 @@ def test_what_does_not_fit_is_refused_with_nothing_changed(model: LlamaModel, wh
     assert same(before, ctx.kv(0))
 
 
-def test_a_full_cache_refuses_and_keeps_what_it_has(model: LlamaModel) -> None:
+def test_a_full_cache_refuses_and_stays_unchanged(model: LlamaModel) -> None:
     ctx = LlamaContext(model, n_ctx=256, n_threads=1, **EXACT)
     ctx.decode(np.resize(WORDS, 200))
     ctx.decode(WORDS[:20], seq_id=1)

@@ -1,4 +1,4 @@
-"""What the memory tests share: which memories there are, and a bench to try one on."""
+"""Helpers of the memory tests: the kinds of memories, and a bench for one."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Case:
 
     @property
     def info(self) -> ModelInfo:
-        """What the model is."""
+        """Facts about the model."""
         return MODELS[self.name]
 
     @property
@@ -196,7 +196,7 @@ class Bench:
         return self._fresh(self.case.name, list(tokens))
 
     def positions(self) -> None:
-        """Every sequence reports what it ought to hold."""
+        """Check that every sequence reports its expected positions."""
         for seq in range(self.ctx.n_seq_max):
             n, first = len(self.held.get(seq, [])), self.start.get(seq, 0)
             last = first + n - 1 if n else -1

@@ -35,7 +35,7 @@ BITS = 1 << np.arange(N_SEQ)
 
 @dataclass
 class World:
-    """What programs on one memory are given, and what they have done."""
+    """Environment and statistics of programs on one memory."""
 
     case: Case
     make_context: Callable[[], LlamaContext]
@@ -53,7 +53,7 @@ class World:
         fresh: Callable[[list[int]], Logits],
         model_folder: Path,
     ) -> World:
-        """The world of a memory, with a NumPy ledger where there is one for its model."""
+        """Return the world of a memory, with a NumPy ledger if its model has one."""
         ledger = None
         if case.info.arch in LEDGERS:
             ledger = make_ledger(make_model(case.name, model_folder))
@@ -69,7 +69,7 @@ class World:
 
 
 class ProgramBase(RuleBasedStateMachine):
-    """One program: a new context and a plain reference beside it."""
+    """A program: a new context and a plain reference."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class ProgramBase(RuleBasedStateMachine):
     def keep_what_stayed(
         self, rows: list[tuple[int, int]], words: dict[int, list[int]], first: dict[int, int]
     ) -> None:
-        """A batch that is decoded in parts may fail after some: what is held is its beginning."""
+        """After a batch failed between its parts, its first tokens stay."""
         stayed = [first[seq] + i <= self.ctx.kv_cache_seq_pos_max(seq) for i, seq in rows]
         assert stayed == sorted(stayed, reverse=True), "a later token stays and an earlier is gone"
         for (i, seq), here in zip(rows, stayed, strict=True):
@@ -179,7 +179,7 @@ class ProgramBase(RuleBasedStateMachine):
             assert {last[seq] for seq in np.flatnonzero(members)} == {pos}
 
     def _window_is_a_part(self, held: CellTable) -> None:
-        """The window's cells are among those held; a sequence that lost some may refuse more."""
+        """Window cells are a subset; a sequence that lost some may refuse more."""
         window = self.ctx.cells("window")
         self.ref.dropped = set()
         for seq in range(N_SEQ):
@@ -193,7 +193,7 @@ class ProgramBase(RuleBasedStateMachine):
 
 
 class Call:
-    """What Hypothesis prints beside the shrunken program; it is made into text only then."""
+    """A call, formatted lazily when Hypothesis prints a shrunken program."""
 
     def __init__(self, name: str, arguments: tuple[Any, ...], named: dict[str, Any], end: str):
         self.name, self.arguments, self.named, self.end = name, arguments, named, end

@@ -158,7 +158,7 @@ class Program(ProgramBase):
 
     @rule(seq=SEQ, how=st.sampled_from(["some", "keep", "everything"]), span=RANGE)
     def forget(self, seq: int, how: str, span: Range) -> None:
-        """What concerns several sequences at once."""
+        """Operations on several sequences at once."""
         ledger = self.ledger
         if how == "keep":
             self.do("kv_cache_seq_keep", self.ref.keep(seq), seq)

@@ -51,7 +51,7 @@ def in_turn(effects: list[Callable[[], None]]) -> None:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a sequence held when it was read."""
+    """A sequence's cells at the time of a save."""
 
     positions: list[int]
     tokens: list[int] | None
@@ -59,7 +59,7 @@ class Saved:
 
 
 class Reference:
-    """Sequences as lists of cells, and for a recurrent state, who shares it with whom."""
+    """Sequences as lists of cells, and the sharing of recurrent states."""
 
     def __init__(self, case: Case, n_seq_max: int, n_cells: int) -> None:
         self.case, self.info = case, case.info
@@ -132,7 +132,7 @@ class Reference:
         return verdict(effect, FULL, *self._window_may_refuse())
 
     def _window_may_refuse(self) -> tuple[str, ...]:
-        """A small window does not reuse the cells of forks; what it lost meanwhile is broken."""
+        """Small windows do not reuse the cells of forks; sequences that lost cells are broken."""
         if self.swa_full or not self.info.n_swa:
             return ()
         keys = [cell.key for cells in self.cells.values() for cell in cells]
@@ -245,7 +245,7 @@ class Reference:
         return Verdict(frozenset(allowed), lambda: in_turn(effects))
 
     def resume(self, seq: int, pos: int) -> set[bool]:
-        """What `can_resume` may answer."""
+        """Return the allowed answers of `can_resume`."""
         held = self.positions(seq)
         if pos == 0:
             return {True}
@@ -335,7 +335,7 @@ class Reference:
         return verdict(nothing, DONE, *([UNSUPPORTED] if broken else []))
 
     def put(self, seq: int, saved: Saved, positions: list[int] | None = None) -> Verdict:
-        """Put the bytes of a sequence back, into cells of its own."""
+        """Restore a sequence into new cells."""
         if positions is None:
             positions = saved.positions
             if self.info.memory == "recurrent" and positions:

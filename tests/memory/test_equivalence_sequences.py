@@ -49,7 +49,7 @@ def test_removing_a_sequence_and_redoing_it(case: Case, bench: MakeBench) -> Non
 
 
 @every_case
-def test_a_copy_of_all_goes_on_as_its_source(case: Case, bench: MakeBench) -> None:
+def test_a_whole_copy_continues_like_its_source(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     tokens = b.feed(0, 40)
     b.ctx.copy_kv_cache_seq(0, 1)
@@ -72,7 +72,7 @@ def test_forks_that_diverge_stay_apart(case: Case, bench: MakeBench) -> None:
         b.feed(dst, 3)
         b.feed(dst - 1, 2)
     b.check()
-    # Forks outlive what they were forked from.
+    # Forks outlive their source.
     assert b.ctx.clear_kv_cache_seq(0)
     b.held[0] = []
     b.check(n=2)
@@ -82,7 +82,7 @@ def test_forks_that_diverge_stay_apart(case: Case, bench: MakeBench) -> None:
 
 @pytest.mark.hazard("M10")
 @every_case
-def test_a_copy_replaces_what_its_destination_held(case: Case, bench: MakeBench) -> None:
+def test_a_copy_replaces_its_destination(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     b.feed(0, 20)
     b.feed(1, 33)
@@ -127,7 +127,7 @@ def test_a_removed_tail_that_is_replayed_gives_the_same_bits(case: Case, bench: 
 
 @partial_case
 @pytest.mark.parametrize("left", [39, 20, 1])
-def test_a_rewound_sequence_goes_on_differently(case: Case, bench: MakeBench, left: int) -> None:
+def test_a_rewound_sequence_continues_differently(case: Case, bench: MakeBench, left: int) -> None:
     b = bench(case)
     b.feed(1, 9)
     b.feed(0, 40)
@@ -139,7 +139,7 @@ def test_a_rewound_sequence_goes_on_differently(case: Case, bench: MakeBench, le
 
 
 @unified_partial_case
-def test_a_prefix_copy_goes_on_from_its_end(case: Case, bench: MakeBench) -> None:
+def test_a_prefix_copy_continues_from_its_end(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     tokens = b.feed(0, 40).tolist()
     b.feed(2, 11)
@@ -179,10 +179,8 @@ def test_update_between_changes_nothing(case: Case, bench: MakeBench) -> None:
 
 
 @every_case
-def test_a_pending_copy_holds_what_the_source_held_at_the_call(
-    case: Case, bench: MakeBench
-) -> None:
-    # With streams the data moves later; what happens to the source meanwhile may not count.
+def test_a_pending_copy_has_the_source_as_of_the_call(case: Case, bench: MakeBench) -> None:
+    # With streams the data moves later; changes of the source until then must not count.
     b = bench(case)
     tokens = b.feed(0, 20).tolist()
     b.ctx.copy_kv_cache_seq(0, 1)

@@ -66,7 +66,7 @@ def test_cells_that_another_sequence_shares_are_not_shifted(case: Case, bench: M
     b.feed(0, 20)
     b.ctx.copy_kv_cache_seq(0, 1)
     b.held[1] = b.held[0].copy()
-    # Streams have cells of their own; a state is shared in either mode until the next decode.
+    # Streams have separate cells; a state is shared in either mode until the next decode.
     if case.unified or case.info.has_recurrent_state:
         with pytest.raises(UnsupportedOperation, match="shares cells"):
             b.ctx.kv_cache_seq_add(0, None, None, 5)
@@ -122,9 +122,7 @@ def test_a_part_of_a_state_is_not_shifted(case: Case, bench: MakeBench) -> None:
 
 @pytest.mark.hazard("M23", "M24", "M25", "N262")
 @pytest.mark.parametrize("case", [c for c in CASES if not c.info.can_shift], ids=str)
-def test_what_llama_cpp_cannot_rotate_is_refused_before_it_aborts(
-    case: Case, bench: MakeBench
-) -> None:
+def test_keys_that_llama_cpp_cannot_rotate_are_refused(case: Case, bench: MakeBench) -> None:
     # M-RoPE aborts at once, a cache without rotary layers at the next decode.
     b = bench(case)
     b.feed(0, 20)
@@ -140,7 +138,7 @@ def test_what_llama_cpp_cannot_rotate_is_refused_before_it_aborts(
 
 
 @shiftable_case
-def test_what_can_be_shifted_says_so(case: Case, bench: MakeBench) -> None:
+def test_can_shift_is_true(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     assert b.ctx.kv_cache_can_shift() is True
     assert b.ctx.memory_info.can_shift is True

@@ -1,4 +1,4 @@
-"""Where a decode puts its cells after others became free."""
+"""Placement of a decode's cells after other cells became free."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_rows_go_with_the_last_sequence_that_holds_them(case: Case, bench: MakeB
         ctx.clear_kv_cache_seq(seq)
         is_there(ctx, zero)
     is_there(ctx, one)
-    # What it says is true: it is the row of a fresh run over what is held.
+    # The row is right: it equals that of a fresh run over the held tokens.
     assert np.abs(zero[1] - b.fresh(b.held[0])).max() < case.tolerance
     ctx.copy_kv_cache_seq(1, 3)  # in its place
     is_gone(ctx, zero)
@@ -74,7 +74,7 @@ def test_a_rewind_takes_the_rows_above_it(case: Case, bench: MakeBench) -> None:
     is_there(b.ctx, rows[14])
     is_gone(b.ctx, rows[15])
     b.ctx.copy_kv_cache_seq(0, 1)
-    # The middle: what follows saw what is no longer held.
+    # The middle: later tokens saw the removed ones.
     assert b.ctx.clear_kv_cache_seq(0, 5, 10)
     is_there(b.ctx, rows[14])
     if case.unified:
@@ -178,7 +178,7 @@ def test_embeddings_go_with_their_sequence(make_context: Any) -> None:
         pooled.seq_embeddings(1)
 
 
-def test_what_an_encoder_gave_stays(make_context: Any) -> None:
+def test_rows_of_an_encoder_stay(make_context: Any) -> None:
     ctx = make_context("bert", embeddings=True, pooling_type="none", n_seq_max=1)
     ctx.encode([5, 6, 7])
     row = ctx.embeddings()

@@ -113,7 +113,7 @@ def test_keys_and_values_of_the_two_ways_differ(make_minimax: Make) -> None:
     fresh = in_parts(dense, [prompt, [9]])
     asks.decode(prompt)
     dense.clear_kv_cache()
-    dense.set_state(asks.get_state(0), 0)  # raw: it does not say what it is of
+    dense.set_state(asks.get_state(0), 0)  # raw states do not record it
     dense.decode([9])
     assert np.abs(dense.logits() - fresh).max() > 2 * NEAR
 
@@ -135,7 +135,7 @@ def test_a_state_that_does_not_say_how_it_was_computed_is_refused(
         odd.check(said.fingerprint)
 
 
-def test_what_asks_the_index_goes_on_from_a_state_elsewhere(make_minimax: Make) -> None:
+def test_contexts_that_use_the_index_continue_from_each_others_states(make_minimax: Make) -> None:
     prompt, rest = words(4, 90), words(5, 8)
     one = make_minimax(**ASKS["one sequence"])
     other = make_minimax(**ASKS["streams"])

@@ -81,7 +81,7 @@ def test_angles_are_right_up_to_the_last_position(
     assert 10_000 < last <= 2**24
     assert 2**-10 < error(last, facts) < 2**-5
     if last < 2**21:
-        assert error(8 * last, facts) > 2**-7  # it is no accident
+        assert error(8 * last, facts) > 2**-7  # not by chance
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2vl", "lfm2"])
@@ -140,7 +140,7 @@ def test_without_rotation_the_last_position_is_like_the_first(make_context: Any,
 
 
 @pytest.mark.parametrize("name", ["gemma3", "lfm2_swa"])
-def test_a_window_of_any_size_that_loads_means_what_it_says(
+def test_windows_of_any_size_that_loads_are_right(
     make_context: Any, model_folder: Path, name: str
 ) -> None:
     """Larger ones overflow in llama.cpp's mask: see `test_damaged.py`."""

@@ -49,7 +49,7 @@ OPERATIONS = WITHOUT_MEMORY | {
 
 
 def possible(case: Case) -> set[str]:
-    """What can be done on a memory at all."""
+    """Return the operations that a memory supports."""
     if not case.info.has_memory:
         return WITHOUT_MEMORY
     refused = {"kv_cache_seq_add", "kv_cache_seq_div"} if case.info.has_mrope else set()
@@ -73,7 +73,7 @@ def test_a_random_program_does_what_the_reference_says(
             return ctx.seq_embeddings()
 
     world = World.of(case, make_context, fresh, model_folder)
-    # Programs may end early, so the steps are counted, and rounds go on until they are enough.
+    # Programs may end early, so run rounds until the number of steps is enough.
     for part in range(STEPS):
 
         @seed(crc32(f"{case} {SEED} {part}".encode()))

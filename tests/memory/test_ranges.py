@@ -114,7 +114,7 @@ def test_an_end_beyond_the_tokens_is_their_end(
 
 @pytest.mark.parametrize("name", PREFIXED)
 @pytest.mark.parametrize(("n", "wanted"), [(0, []), (1, [0]), (6, 6), (7, 7), (8, 7), (999, 7)])
-def test_a_length_is_cut_to_what_is_there(
+def test_a_length_is_clipped_to_the_sequence(
     ctx: LlamaContext, name: str, n: int, wanted: Any
 ) -> None:
     PREFIXED[name](ctx, n)
@@ -165,9 +165,7 @@ def test_the_sequence_is_looked_at_first(ctx: LlamaContext) -> None:
 
 @pytest.mark.hazard("N62")
 @pytest.mark.parametrize("case", BY_NAME)
-def test_every_memory_agrees_on_what_is_nothing_and_what_is_backwards(
-    case: str, bench: MakeBench
-) -> None:
+def test_every_memory_agrees_on_empty_and_reversed_ranges(case: str, bench: MakeBench) -> None:
     b = bench(BY_NAME[case])
     b.feed(0, 20)
     b.feed(1, 5)

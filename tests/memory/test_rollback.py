@@ -61,8 +61,8 @@ def test_the_last_tokens_of_a_decode_can_be_taken_back(case: Case, bench: MakeBe
 
 @pytest.mark.hazard("N140")
 @rollback_case
-def test_what_no_step_has_kept_is_refused(case: Case, bench: MakeBench) -> None:
-    """llama.cpp would go back to a state of other tokens, and say that all is well."""
+def test_rollbacks_without_a_valid_state_are_refused(case: Case, bench: MakeBench) -> None:
+    """llama.cpp would go back to a state of other tokens and report success."""
     b = bench(case, n_rs_seq=BACK)
     b.feed(0, 12)
     b.feed(0, 1)

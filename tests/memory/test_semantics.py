@@ -1,4 +1,4 @@
-"""One meaning for every memory class and mode, whatever llama.cpp does."""
+"""One meaning for every memory class and mode, unlike in llama.cpp."""
 
 from __future__ import annotations
 

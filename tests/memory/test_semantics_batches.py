@@ -103,7 +103,7 @@ def test_coupled_tokens_count_in_each_or_are_refused(case: Case, bench: MakeBenc
         with pytest.raises(UnsupportedOperation, match="kv_unified"):
             b.ctx.decode(batch)
     b.check()
-    # Equal tokens at equal positions in cells of their own are not the same sequence.
+    # Equal tokens at equal positions in separate cells are not the same sequence.
     more = b.prompt(3)
     for seq in (0, 1):
         b.ctx.decode(more, seq_id=seq)
@@ -136,7 +136,7 @@ def test_batches_beyond_n_batch_are_split(case: Case, bench: MakeBench) -> None:
 
 
 @pytest.mark.hazard("D2")
-def test_what_must_be_computed_at_once_is_not_split(
+def test_batches_that_must_be_computed_at_once_are_not_split(
     make_context: Callable[..., LlamaContext],
 ) -> None:
     ctx = make_context("bert", n_batch=32, n_ubatch=16)
@@ -147,7 +147,7 @@ def test_what_must_be_computed_at_once_is_not_split(
 
 @pytest.mark.hazard("D21")
 @pytest.mark.parametrize("case", [c for c in CASES if c.info.memory != "recurrent"], ids=str)
-def test_what_a_full_cache_refuses_changes_nothing(case: Case, bench: MakeBench) -> None:
+def test_a_refusal_of_a_full_cache_changes_nothing(case: Case, bench: MakeBench) -> None:
     b = bench(case, n_ctx=256 if case.unified else 1024, n_batch=20, n_ubatch=20)
     b.feed(0, 100)
     if case.unified:

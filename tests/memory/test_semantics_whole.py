@@ -84,9 +84,7 @@ def test_all_sequences_can_be_removed_at_once(case: Case, bench: MakeBench) -> N
 
 
 @pytest.mark.parametrize("case", WHOLE_ONLY, ids=str)
-def test_what_a_state_cannot_do_is_refused_and_changes_nothing(
-    case: Case, bench: MakeBench
-) -> None:
+def test_operations_that_a_state_cannot_do_change_nothing(case: Case, bench: MakeBench) -> None:
     b = bench(case).with_two()
     for p0, p1 in [(5, None), (0, 19), (None, 1), (19, None), (3, 7), (19, 20), (1, 500)]:
         assert b.ctx.clear_kv_cache_seq(0, p0, p1) is False

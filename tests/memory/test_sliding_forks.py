@@ -39,7 +39,7 @@ def full_or_right(b: Bench, seq: int, n: int) -> bool:
 
 
 @sliding_case
-def test_whole_copies_of_a_slid_window_go_on(case: Case, bench: MakeBench) -> None:
+def test_whole_copies_of_a_slid_window_continue(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     b.feed(0, 400)
     b.ctx.copy_kv_cache_seq(0, 1)
@@ -64,7 +64,7 @@ def test_a_prefix_of_a_slid_window_is_right_or_refused(
     b = bench(SLIDING[0])
     b.feed(0, 400)
     b.feed(1, 5)
-    # Position n sees from n - 31 on, so that cell must be held.
+    # Position n sees n - 31 and later, so that cell must exist.
     n = 400 if from_lowest is None else b.ctx.kv_cache_seq_pos_min(0) + from_lowest
     if from_lowest is None or from_lowest >= N_SWA - 1:
         b.ctx.copy_kv_cache_seq(0, 1, 0, n)

@@ -38,7 +38,7 @@ def test_far_past_the_window_logits_stay_right(case: Case, bench: MakeBench) -> 
 
 
 @sliding_case
-def test_the_window_drops_what_it_may_and_says_so(case: Case, bench: MakeBench) -> None:
+def test_the_window_drops_cells_and_reports_it(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     b.feed(0, 400)
     lowest = b.ctx.kv_cache_seq_pos_min(0)

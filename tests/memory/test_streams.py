@@ -39,7 +39,7 @@ def test_a_part_is_not_copied_to_another_stream(case: Case, bench: MakeBench) ->
 
 @pytest.mark.hazard("M8")
 @stream_case
-def test_ranges_near_the_cache_size_mean_what_they_say(case: Case, bench: MakeBench) -> None:
+def test_ranges_near_the_cache_size_are_right(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     size = b.ctx.n_ctx_seq
     b.feed(0, 20)

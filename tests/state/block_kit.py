@@ -1,4 +1,4 @@
-"""What a sequence holds as `set_blocks` takes it."""
+"""A sequence's cells in the form of `set_blocks`."""
 
 from __future__ import annotations
 

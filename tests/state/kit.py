@@ -1,4 +1,4 @@
-"""What the tests of saved states share: tokens, damaged files, and what may not have changed."""
+"""Helpers of the tests of saved states: tokens, damaged files, checks for changes."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def next_logits(ctx: LlamaContext, seq_id: int = 0, token: int = 9) -> Any:
 
 
 def cells_of(ctx: LlamaContext, seq_id: int) -> bytes:
-    """What a sequence holds, as llama.cpp's bytes without the sequence id."""
+    """Return a sequence's cells as llama.cpp's bytes without the sequence id."""
     return ctx.get_state(seq_id)[8:].tobytes()
 
 
 @contextmanager
 def refused(ctx: LlamaContext, *kinds: type[Exception], match: str | None = None) -> Iterator[Any]:
-    """What happens inside raises one of these errors and leaves every byte as it was."""
+    """Expect one of these errors, with every byte unchanged."""
     before, sequences = ctx.get_state().tobytes(), ctx.sequences()
     with pytest.raises(kinds or StateError, match=match) as caught:
         yield caught

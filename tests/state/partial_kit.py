@@ -1,4 +1,4 @@
-"""What the tests of partial states share."""
+"""Helpers of the tests of partial states."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def put_back(b: Bench, state: PartialState) -> None:
 
 
 def refused(ctx: LlamaContext, state: PartialState) -> None:
-    """The state is no longer valid, and an attempt changes not one byte."""
+    """Check that the state is invalid, and that an attempt changes no byte."""
     before, held = ctx.get_state().tobytes(), ctx.sequences()
     assert not state.is_valid
     assert "no longer valid" in repr(state)

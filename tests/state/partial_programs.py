@@ -26,7 +26,7 @@ def replaced(name: str, arguments: tuple[Any, ...]) -> Collection[int]:
 
 @dataclass(eq=False)
 class Kept:
-    """A partial state, and what its sequence held."""
+    """A partial state, and its sequence's tokens."""
 
     state: PartialState
     cells: list[Cell]
@@ -55,7 +55,7 @@ class PartialProgram(Program):
 
     @rule(target=kept, seq=SEQ)
     def take_partial(self, seq: int) -> Kept | MultipleResults[Kept]:
-        # After a full window a sequence may be one that cannot go on.
+        # After a full window a sequence may be unusable.
         broken = self.ref._window_may_refuse()
         verdict = Verdict(frozenset({DONE, UNSUPPORTED} if broken else {DONE}), lambda: None)
         if not self.do("get_partial_state", verdict, seq):

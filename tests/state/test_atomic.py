@@ -57,7 +57,7 @@ while (left < 15 or len(seen) < 2) and turn < 5000:
     os.waitpid(child, 0)
     assert target.read_bytes() in known, turn
     seen.add(len(SequenceState.load(target)))
-    # What is left besides is the rest of the save that was killed, by a name of its own.
+    # Any other file is the temporary file of the killed save.
     for path in target.parent.iterdir():
         if path != target:
             assert path.name.startswith(".state.") and path.suffix == ".tmp", path
@@ -224,7 +224,7 @@ def test_pipes_and_devices_are_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
-def test_a_link_stays_and_what_it_leads_to_is_replaced(
+def test_a_link_stays_and_its_target_is_replaced(
     two: tuple[SequenceState, SequenceState], tmp_path: Path
 ) -> None:
     (tmp_path / "real").mkdir()

@@ -1,4 +1,4 @@
-"""A state that is put beside sequences whose windows fill the cache: what they see stays."""
+"""Restoring a state next to sequences whose windows fill the cache: their visible cells stay."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_restore_takes_only_what_no_sequence_sees_any_more(
         assert np.abs(next_logits(ctx, seq_id, TOKEN) - wanted).max() < RIGHT, seq_id
     if name != "gemma3":
         return  # a recurrent state is not rewound
-    # A rewind knows what is gone.
+    # A rewind knows the missing cells.
     back = next(n for n in range(1, len(long) + 1) if ctx.can_resume(0, n))
     assert not ctx.clear_kv_cache_seq(0, back - 1)
     assert ctx.clear_kv_cache_seq(0, back)

@@ -51,8 +51,8 @@ def test_a_sequence_is_the_sum_of_its_blocks(case: Case, flash_attn: str, bench:
 
 
 @pytest.mark.parametrize("case", WITH_STATES, ids=str)
-def test_what_the_next_token_sees_is_enough(case: Case, bench: MakeBench) -> None:
-    """Of a window that has slid, in this context and in one of another shape."""
+def test_cells_that_the_next_token_sees_are_enough(case: Case, bench: MakeBench) -> None:
+    """For a window that has slid, in this context and in one of another shape."""
     b = bench(case, **LONG)
     tokens = b.feed(0, 400).tolist()
     b.feed(2, 60)
@@ -143,9 +143,7 @@ def _first_held(ctx: LlamaContext, seq: int, end: int) -> int:
 
 
 @pytest.mark.parametrize("case", WINDOWED, ids=str)
-def test_window_cells_beyond_what_is_seen_come_back_where_there_is_room(
-    case: Case, bench: MakeBench
-) -> None:
+def test_spare_window_cells_are_restored_if_they_fit(case: Case, bench: MakeBench) -> None:
     b = bench(case, **LONG, n_seq_max=2)
     native, n = b.ctx.native, 400
     tokens = b.feed(0, n).tolist()
@@ -162,7 +160,7 @@ def test_window_cells_beyond_what_is_seen_come_back_where_there_is_room(
         assert end == n
         assert first <= got <= native.window_needed(n)
         if case.swa_full or not others:
-            # Also in a small cache: what it held was its own, and others are left their window.
+            # Also in a small cache: its old cells were its own, and others keep their window.
             assert got <= max(first, n - (224 if case.unified else 256))
         if case.info.can_remove_partial:
             left = native.least_cut(got)
@@ -307,8 +305,8 @@ def test_memories_without_blocks(bench: MakeBench) -> None:
 
 @pytest.mark.parametrize("part", ["attention", "window"])
 @pytest.mark.parametrize("case", WITH_CELLS, ids=str)
-def test_values_are_looked_at_when_blocks_come_out(case: Case, part: str, bench: MakeBench) -> None:
-    """What comes out goes back without a second look."""
+def test_values_are_checked_when_blocks_are_taken(case: Case, part: str, bench: MakeBench) -> None:
+    """Blocks that were taken out are restored without a second check."""
     b = bench(case, n_seq_max=3)
     native = b.ctx.native
     if part == "window" and not native.has_window:

@@ -127,7 +127,7 @@ def test_a_whole_context_is_converted_also_where_streams_are_empty(
 
 
 @pytest.mark.parametrize("name", ["gemma3", "jamba", "granitehybrid", "lfm2_swa"])
-def test_attention_beside_windows_and_states_is_converted(
+def test_attention_next_to_windows_and_states_is_converted(
     name: str, make_context: ContextFactory, fresh_logits: FreshLogits
 ) -> None:
     half = {"type_k": "f16", "type_v": "f16"}

@@ -110,7 +110,7 @@ def test_a_cut_after_removals_and_shifts(make_context: ContextFactory, model_fol
 def test_a_prefix_of_a_window_is_right_or_refused(
     full: bool, pieces: int, make_context: ContextFactory, fresh_logits: FreshLogits
 ) -> None:
-    """Every prefix: those that are cut go on rightly, and no more are refused than must be."""
+    """Every prefix continues correctly or is refused, and no more are refused than necessary."""
     n = 90
     ctx = make_context("gemma3", swa_full=full, n_ctx=2048, n_ubatch=32)
     for at in range(0, n, pieces):
@@ -177,7 +177,7 @@ def test_a_state_is_one(name: str, make_context: ContextFactory) -> None:
             call()
 
 
-def test_slices_mean_what_they_mean_everywhere(make_context: ContextFactory) -> None:
+def test_slices_behave_as_in_python(make_context: ContextFactory) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:20])
     state = ctx.sequence_state(0, WORDS[:20])
@@ -200,7 +200,7 @@ def test_slices_mean_what_they_mean_everywhere(make_context: ContextFactory) -> 
             state.blocks(sizes)
 
 
-def test_what_does_not_belong_together_is_not_joined(make_context: ContextFactory) -> None:
+def test_parts_of_different_states_are_not_joined(make_context: ContextFactory) -> None:
     ctx, half = make_context("llama"), make_context("llama", type_k="f16")
     for one in (ctx, half):
         one.decode(WORDS[:20])

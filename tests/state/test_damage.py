@@ -73,7 +73,7 @@ def reader(kind: str) -> Callable[[bytes], object]:
 def test_flipped_bits_are_found(
     name: str, kind: str, make_context: ContextFactory, tmp_path: Path
 ) -> None:
-    """Of bytes that are no key or value, and of those that are: one bit, and all bits of some."""
+    """One bit, and all bits, of bytes inside and outside of keys and values."""
     ctx = make_context(name)
     data = saved(ctx, kind, tmp_path / "a")
     tensors = parse(np.frombuffer(data, np.uint8)).tensors
@@ -194,10 +194,10 @@ def test_other_files_are_refused_as_states(
         SequenceState.load(path, mapped=False)
 
 
-def test_what_is_wrong_with_a_file_begins_with_its_name(
+def test_file_errors_begin_with_the_name(
     make_context: ContextFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the name is in the message by chance."""
+    """Also if the message contains the name by chance."""
     ctx = make_context("llama")
     ctx.decode(WORDS[:5], seq_id=1)
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Saved, loaded and gone on with: as if the sequence had never left."""
+"""A saved and loaded sequence continues like the original."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def build(make_context: ContextFactory, case: Case) -> LlamaContext:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("n", [3, 110])
-def test_a_saved_sequence_goes_on(
+def test_a_saved_sequence_continues(
     case: Case, n: int, make_context: ContextFactory, fresh_logits: FreshLogits, tmp_path: Path
 ) -> None:
     ctx, other = build(make_context, case), build(make_context, case)
@@ -57,7 +57,7 @@ def test_a_saved_sequence_goes_on(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_saved_context_goes_on_and_cells_stay_shared(
+def test_a_saved_context_continues_and_cells_stay_shared(
     case: Case, make_context: ContextFactory, fresh_logits: FreshLogits, tmp_path: Path
 ) -> None:
     ctx, other = build(make_context, case), build(make_context, case)
@@ -77,7 +77,7 @@ def test_a_saved_context_goes_on_and_cells_stay_shared(
     assert other.n_cells_used == ctx.n_cells_used
     for seq, tokens in held.items():
         assert np.array_equal(state.tokens[seq], tokens)
-        # One sequence of it, beside itself.
+        # One sequence of it, next to itself.
         alone = build(make_context, case)
         alone.restore_sequence(state.sequence(seq), 1)
         want = fresh_logits(case.name, [*tokens, 9])
@@ -147,7 +147,7 @@ def test_after_removals_shifts_and_forks(
 
 
 @pytest.mark.parametrize("case", RECURRENT)
-def test_where_a_recurrent_sequence_began_is_kept(
+def test_the_first_position_of_a_recurrent_sequence_is_kept(
     case: Case, make_context: ContextFactory, tmp_path: Path
 ) -> None:
     ctx, other = build(make_context, case), build(make_context, case)
@@ -182,7 +182,7 @@ def test_an_empty_sequence_empties(
 def test_a_resting_sequence_whose_window_cells_were_all_reused(
     model: Callable[..., LlamaModel], make_context: ContextFactory, tmp_path: Path
 ) -> None:
-    """The two parts then end differently, which is no damage: its next token sees none of them."""
+    """The two parts end differently, which is valid: the next token sees no window cells."""
     tiny = model("gemma3", n_swa=1)
     options = {"swa_full": False, "n_ctx": 1024, "n_ubatch": 32}
     ctx, other = make_context(tiny, **options), make_context(tiny, **options)

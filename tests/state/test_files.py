@@ -1,4 +1,4 @@
-"""The file as others see it: safetensors, checksums, descriptions, metadata, what is read-only."""
+"""The file for other tools: safetensors, checksums, descriptions, metadata, read-only arrays."""
 
 from __future__ import annotations
 

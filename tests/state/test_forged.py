@@ -1,4 +1,4 @@
-"""Files whose checksums are right and whose contents are not: a checksum is no author."""
+"""Files with valid checksums and invalid contents."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ UNREADABLE: dict[str, Edit] = {
 
 
 @pytest.mark.parametrize("what", UNREADABLE)
-def test_what_makes_no_sense_is_damaged(
+def test_inconsistent_files_are_damaged(
     what: str, make_context: ContextFactory, tmp_path: Path
 ) -> None:
     ctx = make_context("llama")
@@ -210,10 +210,8 @@ def apart(base: str, window: str) -> Edit:
 
 
 @pytest.mark.parametrize("shift", [-1, -4])
-def test_a_window_with_positions_of_its_own_is_damaged(
-    shift: int, make_context: ContextFactory
-) -> None:
-    """A shift that fits the positions of one part would take cells of the other below 0."""
+def test_a_window_with_other_positions_is_damaged(shift: int, make_context: ContextFactory) -> None:
+    """A shift that is valid for one part would move cells of the other below 0."""
     ctx = make_context("gemma3")
     ctx.decode(WORDS[:12], seq_id=1)
     one, whole = ctx.sequence_state(1).to_bytes(), ctx.context_state().to_bytes()
@@ -234,9 +232,7 @@ def first_part(text: Text) -> None:
 
 @pytest.mark.parametrize("what", UNFIT)
 @pytest.mark.parametrize("convert", [False, True])
-def test_what_does_not_fit_changes_nothing(
-    what: str, convert: bool, make_context: ContextFactory
-) -> None:
+def test_a_misfit_changes_nothing(what: str, convert: bool, make_context: ContextFactory) -> None:
     name, edit, error = UNFIT[what]
     ctx = make_context(name)
     ctx.decode(WORDS[:12], seq_id=1)
@@ -263,7 +259,7 @@ def test_a_recurrent_state_of_two_thousand_million_tokens_costs_nothing(
 ) -> None:
     ctx = make_context("mamba")
     ctx.decode(WORDS[:12])
-    last = 2**31 - 33  # the highest position there is
+    last = 2**31 - 33  # the highest position
 
     def edit(text: Text, tensors: Tensors) -> None:
         ints(tensors, "recurrent.positions", [last])
@@ -340,7 +336,7 @@ def test_headers_that_name_other_checksums_or_formats(make_context: ContextFacto
             SequenceState.from_bytes(forged(good, text(checksum=checksum)))
     with pytest.raises(StateFormatError):
         SequenceState.from_bytes(forged(good, text(format="pykvcache.other")))
-    # The table is of the other length; without xxhash nobody looks.
+    # The table has the other length, which is not checked without xxhash.
     with pytest.raises(StateDamaged if find_spec("xxhash") else StateVersionError):
         SequenceState.from_bytes(forged(good, text(checksum="xxh3-128")))
     for kind in ("sequences", "", "model"):
@@ -362,7 +358,7 @@ def test_a_shape_of_many_dimensions_takes_no_time(make_context: ContextFactory) 
 
 @pytest.mark.hazard("S21")
 def test_two_states_of_one_recurrent_sequence_are_refused(make_context: ContextFactory) -> None:
-    """llama.cpp asserts that there is one."""
+    """llama.cpp asserts a single state."""
     ctx = make_context("mamba")
     ctx.decode(WORDS[:12])
     raw = ctx.get_state(0)

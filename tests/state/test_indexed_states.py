@@ -77,7 +77,7 @@ def test_a_state_past_the_end_of_the_context_is_refused(
 
 
 @pytest.mark.parametrize("case", UNKNOWN, ids=str)
-def test_what_only_its_context_knows_stays_there(
+def test_states_of_unknown_layout_stay_with_their_context(
     case: Case, bench: MakeBench, make_context: Make
 ) -> None:
     b = bench(case, n_seq_max=3)
@@ -146,7 +146,7 @@ def test_rows_are_converted_as_the_graph_stores_them(
     "case", [c for c in INDEXED if not c.info.can_remove_partial and c.swa_full], ids=str
 )
 def test_a_state_with_gaps_is_refused(case: Case, whole: bool, bench: MakeBench) -> None:
-    """A block is looked for among as many positions as there are cells."""
+    """The search for a block covers as many positions as there are cells."""
     b = bench(case, n_ctx=2048)
     b.with_two()
     state = b.ctx.get_state(None if whole else 0).copy()

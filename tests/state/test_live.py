@@ -46,7 +46,7 @@ def test_a_restored_sequence_has_no_logits_and_others_keep_theirs(
 def test_a_state_taken_during_decodes_is_consistent(
     make_context: ContextFactory, tmp_path: Path
 ) -> None:
-    """Tokens go in one by one: whatever is saved is a prefix of what is there in the end."""
+    """Tokens are decoded one by one: each saved state is a prefix of the final one."""
     ctx = make_context("llama")
     states: list[SequenceState] = []
     wholes: list[Any] = []
@@ -120,7 +120,7 @@ def test_the_rest_of_an_aborted_decode_is_not_saved_but_replaced(
     assert list(tmp_path.iterdir()) == []
     other = make_context("mamba")
     other.decode(WORDS[:20])
-    ctx.sequence_state(1)  # the one beside it is whole
+    ctx.sequence_state(1)  # the other one is intact
     ctx.restore_sequence(other.sequence_state(0), 0)
     want = fresh_logits("mamba", [*WORDS[:20], 9])
     assert apart(next_logits(ctx, 0), want) < RIGHT

@@ -65,7 +65,7 @@ def server_tokens(tokens: Any, media: tuple[tuple[int, bytes], ...] = ()) -> byt
 
 @pytest.fixture
 def taken(make_context: ContextFactory) -> tuple[LlamaContext, bytes, bytes]:
-    """A context that has gone on since, and raw states of its 12 tokens and of all of it."""
+    """A context, and earlier raw states of its 12 tokens and of all of it."""
     ctx = make_context("llama")
     ctx.decode(TOKENS, seq_id=1)
     sequence, whole = ctx.get_state(1).tobytes(), ctx.get_state().tobytes()
@@ -138,7 +138,7 @@ def test_tokens_are_as_many_as_the_positions(
 def test_tokens_of_llama_server_are_unpacked(
     taken: tuple[LlamaContext, bytes, bytes], tmp_path: Path
 ) -> None:
-    """Newer servers pack them, whatever the version of the file; older ones wrote them plainly."""
+    """Newer servers pack them in every file version; older ones wrote plain tokens."""
     ctx, sequence, _ = taken
     image = (*TOKENS[:4], -1, -1, -1, *TOKENS[7:])
     plain, own = packed(*TOKENS), server_tokens(TOKENS)

@@ -148,7 +148,7 @@ for line in sys.stdin:
 
 
 def test_slots_of_llama_server_go_both_ways(tmp_path: Path) -> None:
-    """A slot that it saved is loaded with its tokens, and what is saved here is a slot there."""
+    """llama-server's slots load with their tokens, and our files load as its slots."""
     pytest.importorskip("xllamacpp", reason="xllamacpp is not installed: pip install xllamacpp")
     prompt = {"prompt": "Once upon a time", "n_predict": 8, "temperature": 0, "id_slot": 0}
     prompt |= {"return_tokens": True, "cache_prompt": True}

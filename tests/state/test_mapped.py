@@ -1,4 +1,4 @@
-"""What a state that was loaded from a file still tells after somebody cut that file."""
+"""Facts of a loaded state stay readable after its file was truncated."""
 
 from __future__ import annotations
 

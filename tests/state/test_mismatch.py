@@ -143,7 +143,7 @@ def test_other_rotations_of_some_layers(
     ctx, other = make_context(name), make_context(name, rope_freq_base=777.0)
     ctx.decode(WORDS[:12])
     ctx.save_sequence(tmp_path / "a", 0)
-    # What differs is named, and nothing else. The first layer of gemma3 has a base of its own.
+    # Only the difference is named. The first layer of gemma3 has another base.
     what = r"freq_base is \S+ in the state, but 777.0 here"
     if name == "gemma3":
         what = "another layer differ"

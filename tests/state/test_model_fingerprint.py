@@ -91,7 +91,7 @@ def test_a_file_that_changed_after_it_was_loaded_names_nothing(
     path = tmp_path / "model.gguf"
     shutil.copy(make_model("llama", model_folder), path)
     os.utime(path, (1, 1))
-    # Not mapped, so that the weights stay what they were.
+    # Not mapped, so that the weights do not change.
     with (
         LlamaModel(path, load_mode="none") as model,
         LlamaModel(path, load_mode="none") as known,

@@ -1,4 +1,4 @@
-"""Partial states: a sequence goes back to what it held then, and others keep what they have."""
+"""Partial states: a sequence is rewound to the time of the state, and others are unchanged."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_it_costs_a_window_or_a_state_and_not_the_sequence(case: Case, bench: Ma
 
 @forgetful
 def test_forks_keep_what_they_have(case: Case, bench: MakeBench) -> None:
-    """Cells and states are shared by forks, and copies between streams wait to be made."""
+    """Forks share cells and states, and copies between streams are pending."""
     b = bench(case)
     b.feed(0, 40)
     b.ctx.copy_kv_cache_seq(0, 1)
@@ -90,7 +90,7 @@ def test_forks_keep_what_they_have(case: Case, bench: MakeBench) -> None:
 def test_forks_of_a_window_that_slid_keep_what_they_have(
     case: Case, early: int, late: int, bench: MakeBench
 ) -> None:
-    """Also where the window is put back into the cells that a copy still waits for."""
+    """Also if the window is restored into cells that a pending copy reads."""
     b = bench(case)
     b.feed(0, early)
     state = b.ctx.get_partial_state(0)

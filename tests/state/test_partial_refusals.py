@@ -112,7 +112,7 @@ def test_a_changed_sequence_is_refused(case: Case, change: str, bench: MakeBench
     refused(b.ctx, state)
     if change in ("rewound", "last shifted", "gap closed", "rewound and gone on"):
         b.held[0] = b.held[0][:30]
-        b.ctx.set_partial_state(early)  # what is below 30 was left alone
+        b.ctx.set_partial_state(early)  # cells below 30 are unchanged
         b.check(0)
     elif change != "gone back":
         refused(b.ctx, early)
@@ -128,7 +128,7 @@ def test_a_changed_sequence_is_refused(case: Case, change: str, bench: MakeBench
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_recurrent_state_is_all_there_is_and_always_fits(
+def test_a_recurrent_state_is_the_whole_memory_and_always_fits(
     case: Case, change: str, bench: MakeBench
 ) -> None:
     b = bench(case)
@@ -167,7 +167,7 @@ def test_cells_that_land_in_a_hole_below_it_are_a_change(
 
 
 @tagged
-def test_what_comes_after_it_does_not_matter(case: Case, bench: MakeBench) -> None:
+def test_later_tokens_do_not_matter(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     b.feed(0, 30)
     state = b.ctx.get_partial_state(0)
@@ -194,7 +194,7 @@ def test_what_comes_after_it_does_not_matter(case: Case, bench: MakeBench) -> No
     ctx.set_state(ctx.get_state(1), 3)
     if case.info.can_shift and case.swa_full:
         b.feed(3, 20)
-        ctx.kv_cache_seq_add(3, None, None, 4)  # waits while the state is put back
+        ctx.kv_cache_seq_add(3, None, None, 4)  # pending during the restore
         b.start[3] = 4
     put_back(b, state)
     b.check()
@@ -289,7 +289,7 @@ def test_memories_that_rewind_or_keep_nothing_say_so(make_context: ContextFactor
                 call(0)
 
 
-def test_there_are_no_logits_after_it(make_context: ContextFactory) -> None:
+def test_it_brings_no_logits(make_context: ContextFactory) -> None:
     for name in ("gemma3", "mamba"):
         ctx = make_context(name)
         ctx.decode([5, 6])

@@ -14,7 +14,7 @@ from support.raw_states import runs
 
 
 def arrays(ctx: Any, state: Any, *, whole: bool) -> list[list[Any]]:
-    """What `set_parts` takes, of a state."""
+    """Return the arguments of `set_parts` for a state."""
     result = []
     for part, streams in zip(
         ctx.native.state_layout(), ctx.native.split_state(state, whole), strict=True

@@ -1,4 +1,4 @@
-"""Where a restored sequence lands among others, and that llama.cpp's sets are right then."""
+"""Placement of a restored sequence among others, and llama.cpp's sets afterwards."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ SHAPES = [
 
 
 def contents(ctx: LlamaContext) -> dict[int, bytes]:
-    """What each sequence holds, wherever its cells are."""
+    """Return the contents of each sequence, independent of cell numbers."""
     return {s: ctx.sequence_state(s).to_bytes() for s in range(ctx.n_seq_max)}
 
 
 def alone(scratch: LlamaContext, state: Any) -> bytes:
-    """What a raw state makes an empty memory hold."""
+    """Return the contents of an empty memory after restoring a raw state."""
     scratch.clear_kv_cache()
     scratch.set_state(state, 0)
     return scratch.sequence_state(0).to_bytes()
 
 
 def check_books(ctx: LlamaContext) -> None:
-    """What is kept per cell, per sequence and in all agrees."""
+    """Check that the sets per cell, per sequence and in total agree."""
     parts = ["attention", "window"] if ctx.memory_info.n_swa else ["attention"]
     held = ctx.sequences()
     for part in parts:
@@ -68,7 +68,7 @@ def cells_of(ctx: LlamaContext, seq_id: int) -> list[int]:
 
 @pytest.mark.parametrize(("name", "options"), SHAPES)
 @pytest.mark.parametrize("seed", range(examples(3)))
-def test_whatever_was_there_before(
+def test_restoring_over_any_contents(
     seed: int, name: str, options: dict[str, Any], make_context: ContextFactory
 ) -> None:
     ctx = make_context(name, **options)
@@ -154,7 +154,7 @@ def test_holes_are_filled_where_a_run_would_make_the_cache_longer(
         assert np.abs(next_logits(ctx, seq) - want).max() < (30 if options else 1) * RIGHT
 
 
-def test_a_sequence_is_put_back_where_it_lies(make_context: ContextFactory) -> None:
+def test_a_sequence_is_restored_in_place(make_context: ContextFactory) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:90], seq_id=1)
     ctx.decode(WORDS[:100], seq_id=0)

@@ -46,7 +46,7 @@ def held(ctx: LlamaContext) -> dict[int, tuple[int, int, int]]:
 
 @pytest.mark.parametrize(("name", "unified"), CASES)
 @pytest.mark.parametrize("n", [3, 100])
-def test_a_sequence_goes_on_as_if_it_had_never_left(
+def test_a_restored_sequence_continues_unchanged(
     name: str, unified: bool, n: int, make_context: ContextFactory, fresh_logits: FreshLogits
 ) -> None:
     ctx = make_context(name, n_ctx=1024, kv_unified=unified)
@@ -65,7 +65,7 @@ def test_a_sequence_goes_on_as_if_it_had_never_left(
 
 
 @pytest.mark.parametrize(("name", "unified"), CASES)
-def test_a_whole_context_goes_on_as_if_it_had_never_left(
+def test_a_restored_context_continues_unchanged(
     name: str, unified: bool, make_context: ContextFactory, fresh_logits: FreshLogits
 ) -> None:
     ctx = make_context(name, n_ctx=512, kv_unified=unified)
@@ -104,7 +104,7 @@ def test_a_pending_stream_copy_is_applied_before_bytes_are_taken(
     ctx.copy_kv_cache_seq(0, 1)
     state = ctx.get_state(1)
     ctx.copy_kv_cache_seq(0, 2)
-    ctx.set_state(state, 2)  # a copy into 2 waits: it may not overwrite what is restored
+    ctx.set_state(state, 2)  # a pending copy into 2 must not overwrite the restored cells
     ctx.decode(WORDS[30:32], seq_id=0)
     for seq in (1, 2):
         want = fresh_logits("llama", [*WORDS[:20], 9])
@@ -176,7 +176,7 @@ def test_every_truncation_and_every_trailing_byte_is_refused(
 def test_damaged_structure_changes_nothing(
     name: str, whole: bool, make_context: ContextFactory
 ) -> None:
-    """A flipped bit is refused with nothing changed, or is in data that nobody can check."""
+    """A flipped bit is refused with nothing changed, or is in data that cannot be checked."""
     ctx = make_context(name)
     ctx.decode(WORDS[:12], seq_id=1)
     target = None if whole else 1
@@ -266,7 +266,7 @@ def test_sequences_that_do_not_exist_here_are_refused(make_context: ContextFacto
             other.get_state(bad)
 
 
-def test_a_full_cache_refuses_and_keeps_what_it_has(make_context: ContextFactory) -> None:
+def test_a_full_cache_refuses_and_stays_unchanged(make_context: ContextFactory) -> None:
     ctx = make_context("llama", n_ctx=256)
     ctx.decode(np.resize(WORDS, 200), seq_id=0)
     state = ctx.get_state(0)
@@ -277,7 +277,7 @@ def test_a_full_cache_refuses_and_keeps_what_it_has(make_context: ContextFactory
     with pytest.raises(NoKvCacheSlot, match="200 of 256 are taken"):
         ctx.set_state(state, 1)
     assert ctx.get_state().tobytes() == before
-    ctx.set_state(state, 0)  # what it replaces makes room
+    ctx.set_state(state, 0)  # the replaced cells make room
     small = make_context("llama", n_ctx=256, n_seq_max=1)
     big = make_context("llama", n_ctx=1024, n_seq_max=1)
     big.decode(np.resize(WORDS, 300))
@@ -300,12 +300,12 @@ def test_an_empty_state_empties(make_context: ContextFactory) -> None:
 
 
 @pytest.mark.hazard("S32")
-def test_there_are_no_logits_after_a_restore(make_context: ContextFactory) -> None:
+def test_a_restore_brings_no_logits(make_context: ContextFactory) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:10])
     row = ctx.logits()
     ctx.set_state(ctx.get_state(0), 1)
-    assert (ctx.logits() == row).all()  # sequence 0 is what it was
+    assert (ctx.logits() == row).all()  # sequence 0 is unchanged
     ctx.set_state(ctx.get_state(0), 0)
     with pytest.raises(IndexError, match="are gone"):
         ctx.logits()

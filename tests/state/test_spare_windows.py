@@ -62,10 +62,10 @@ def test_raw_states_are_those_of_llama_cpp(case: Case, bench: MakeBench) -> None
 
 @pytest.mark.parametrize("flash_attn", ["disabled", "enabled"])
 @pytest.mark.parametrize("case", [c for c in CUT if not c.swa_full], ids=str)
-def test_spare_cells_are_left_out_where_there_is_no_room(
+def test_spare_cells_are_dropped_without_room(
     case: Case, flash_attn: str, bench: MakeBench
 ) -> None:
-    """Transposed values, or not; whatever other sequences hold."""
+    """With and without transposed values, and with any other sequences."""
     wide = bench(replace(case, swa_full=True), **LONG, flash_attn=flash_attn)
     tokens = wide.feed(0, N).tolist()
     first = wide.ctx.native.window_range(0)[0]

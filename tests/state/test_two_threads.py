@@ -59,7 +59,7 @@ def test_two_threads_do_what_one_does(
     one.clear_kv_cache()
     one.set_state(state, 0)  # of a window it has what llama.cpp writes
     content = one.sequence_state(0).to_bytes()
-    # Into nothing, over itself, over another, and beside cells that others hold.
+    # Into an empty sequence, over itself, over another one, and next to other sequences' cells.
     for seq, words in ((0, WORDS[:0]), (0, WORDS), (1, WORDS[200:]), (2, WORDS[::-1])):
         for ctx in (one, two):
             ctx.clear_kv_cache()
@@ -154,7 +154,7 @@ SEVERAL = [
 
 
 def test_several_contexts_copy_at_once(make_context: ContextFactory, model: ModelFactory) -> None:
-    """Blocks and states, each thread of a context of its own, while another context computes."""
+    """Blocks and states, one context per thread, while another context computes."""
     several = [
         make_context(model(name, **WIDE), **({"n_ctx": 1024, "n_seq_max": 2} | options))
         for name, options in SEVERAL

@@ -1,4 +1,4 @@
-"""What a state holds is finite, and attention can multiply it: else it harms other sequences."""
+"""Values of a state must be finite and must not overflow, or they would harm other sequences."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_every_type_of_cache(make_context: Any, kind: str) -> None:
                     with pytest.raises(StateDamaged, match="keys" if what == "k" else "values"):
                         ctx.set_state(bad, 0)
     rng = np.random.default_rng(0)
-    for _ in range(20):  # values that are there are never refused, whatever they are
+    for _ in range(20):  # values of the cache itself are never refused
         ctx.clear_kv_cache()
         ctx.decode(rng.integers(5, 50, 20).astype(np.int32))
         ctx.set_state(ctx.get_state(0), 1)
@@ -130,7 +130,7 @@ def test_numbers_whose_products_overflow_are_refused(
         if what == "k" and type_ == number:
             bad[offset : offset + size] = np.frombuffer(kept * (size // len(kept)), np.uint8)
             ctx.set_state(bad, 0)
-    # Keys at the limit stand beside sequence 1, and do it no harm.
+    # Keys at the limit next to sequence 1 do not harm it.
     for each in (ctx, twin):
         each.decode(WORDS[5:8], seq_id=1)
     np.testing.assert_allclose(ctx.logits(), twin.logits(), atol=1e-4)

@@ -1,4 +1,4 @@
-"""What the build under test was made of."""
+"""Facts about the build under test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What models write in the formats of their templates: one answer each, written by hand."""
+"""Answers of models in their templates' formats, one each, written by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROME = ("get_weather", {"place": "Rome"})
 
 
 class Answer(NamedTuple):
-    """A text of a format, and what it means."""
+    """A text of a format, and its meaning."""
 
     template: str
     text: str

@@ -14,7 +14,7 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
 class Conversation(NamedTuple):
-    """What ``apply_chat_template`` is given."""
+    """Arguments of ``apply_chat_template``."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None

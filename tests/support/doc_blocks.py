@@ -17,7 +17,7 @@ from support.forks import run_forked
 
 __all__ = ["Block", "agrees", "outputs", "read_blocks"]
 
-# A block of Python, and what it prints in the block of text that follows at once.
+# A block of Python, and its output in the block of text that follows directly.
 PATTERN = re.compile(
     r"^(?P<indent> *)```python\n(?P<code>.*?)^(?P=indent)```\n"
     r"(?:\n?(?P=indent)```text\n(?P<output>.*?)^(?P=indent)```\n)?",

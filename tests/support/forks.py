@@ -130,7 +130,7 @@ def _server(imported: tuple[str, ...]) -> socket.socket:
 
 
 def serve() -> Callable[[], Any]:
-    """Fork for each request; return, in each child, what it has to do."""
+    """Fork for each request; return the request in each child."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     for name in sys.argv[2:]:
         importlib.import_module(name)

@@ -24,7 +24,7 @@ END = 2**31 - 1
 
 @dataclass(frozen=True)
 class Cells:
-    """What one sequence holds, in the order of decoding."""
+    """A sequence's cells in order of decoding."""
 
     tokens: Ints
     """Shape (n,); for the reader of a failing test, the forward pass does not use it."""
@@ -57,7 +57,7 @@ class Ledger:
         """Of the last token of the last decode, shape (n_vocab,)."""
 
     def forward(self, words: Ints, positions: Ints, old: Cells) -> tuple[Floats, Cells]:
-        """What comes out of the last layer, a row for each token; `old` with the new cells."""
+        """Return the last layer's output, a row per token, and `old` with the new cells."""
         raise NotImplementedError
 
     def unembed(self, x: Floats) -> Floats:
@@ -82,7 +82,7 @@ class Ledger:
         return x
 
     def cells(self, seq: int) -> Cells:
-        """What `seq` holds."""
+        """Return the cells of `seq`."""
         none = np.empty((self.n_layer, 0, self.n_head_kv, self.head))
         nothing = Cells(np.empty(0, np.int64), np.empty(0, np.int64), none, none)
         return self.sequences.get(seq, nothing)

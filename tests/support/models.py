@@ -61,7 +61,7 @@ WRONG = 0.05
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a test may expect of one generated model."""
+    """Facts about a generated model for tests."""
 
     name: str
     arch: str
@@ -106,7 +106,7 @@ class ModelInfo:
 
     @property
     def has_states(self) -> bool:
-        """Whether what a sequence holds can be taken out and put back."""
+        """Whether the model's sequences have states."""
         return self.has_memory and not self.has_encoder and self.arch != "deepseek4"
 
     @property
@@ -303,7 +303,7 @@ def make_model(name: str, folder: Path, *, seed: int = 0, **overrides: int) -> P
 def write_gguf(
     path: Path, plan: Blueprint, words: vocab.Vocab, seed: int, *, split_max_tensors: int = 0
 ) -> None:
-    """Draw the weights of `plan` and write everything to `path`, or to several files beside it."""
+    """Draw the weights of `plan` and write a model to `path`, or to several files next to it."""
     writer = gguf.GGUFWriter(path, plan.arch, split_max_tensors=split_max_tensors)
     for key, value in plan.keys.items():
         _add_key(writer, f"{plan.arch}{key}" if key.startswith(".") else key, value)

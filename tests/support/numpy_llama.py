@@ -17,7 +17,7 @@ from .ledger import Cells, Floats, Ints, Ledger, Mask
 
 
 class Read(NamedTuple):
-    """What is in a model's file."""
+    """Contents of a model's file."""
 
     reader: gguf.GGUFReader
     weights: dict[str, Floats]

@@ -1,4 +1,4 @@
-"""Metadata and tensors of architectures whose index keeps pools of cells beside the cells."""
+"""Metadata and tensors of architectures whose index has pools of cells."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ KINDS = [
 
 
 def source() -> Path | None:
-    """llama.cpp's ``llama-vocab.cpp``, where the tests run beside its sources."""
+    """Return llama.cpp's ``llama-vocab.cpp``, if its sources are there."""
     tree = Path(os.environ.get("LLAMA_CPP_SOURCE_DIR") or ROOT / "vendor" / "llama.cpp")
     path = tree / "src" / "llama-vocab.cpp"
     return path if path.exists() else None

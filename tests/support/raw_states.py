@@ -1,4 +1,4 @@
-"""Where everything lies in a raw state, read as docs/state-format.md describes it."""
+"""A reader of raw states, written from docs/state-format.md."""
 
 from __future__ import annotations
 

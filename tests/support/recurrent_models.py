@@ -115,7 +115,7 @@ def nemotron_h(sizes: Sizes, n_vocab: int) -> Blueprint:
     plan = base("nemotron_h", sizes)
     plan.keys |= _ssm(sizes, SSM_HEADS, SSM_GROUPS) | {
         ".attention.layer_norm_epsilon": 1e-5,
-        # A feed-forward block would be a layer of its own.
+        # A feed-forward block would be a separate layer.
         ".feed_forward_length": 0,
     }
     plan.keys |= _mixed_heads(sizes)

@@ -105,7 +105,7 @@ def minimax_m3(sizes: Sizes, n_vocab: int) -> Blueprint:
 
 
 def deepseek4(sizes: Sizes, n_vocab: int) -> Blueprint:
-    """A window of raw cells, and compressed ones for what is older."""
+    """A window of raw cells, and compressed cells for older tokens."""
     ratios = [(0, 0, 4, 128)[layer % 4] for layer in range(sizes.n_layer)]
     n, groups, rank = sizes.n_embd, 2, 16
     plan = base("deepseek4", sizes)
@@ -300,7 +300,7 @@ def _latent_attention(plan: Blueprint, prefix: str, sizes: Sizes) -> None:
         attn_kv_a_norm=norm(KV_RANK),
         attn_output=matrix(sizes.n_embd, sizes.n_embd, 2.0),
     )
-    # Not biases, whatever their names end in.
+    # Not biases, in spite of their names.
     plan.tensors |= {
         f"{prefix}attn_q_b.weight": matrix(sizes.n_head * 2 * ROTATED, Q_RANK),
         f"{prefix}attn_k_b.weight": Tensor((sizes.n_head, KV_RANK, ROTATED), scale=ROTATED**-0.5),

@@ -126,7 +126,7 @@ def test_models_have_their_own_prompts() -> None:
     assert (lru.max_size, lru.max_bytes) == (10, 1 << 63)
 
 
-def test_caches_that_cannot_go_back_are_no_hit() -> None:
+def test_caches_that_cannot_be_trimmed_are_a_miss() -> None:
     lru, long = LRUPromptCache(), caches([1, 2, 3, 4, 5], lambda: ChunkedKVCache(2), layers=2)
     for cache in long:
         cache.maybe_trim_front()

@@ -523,7 +523,7 @@ def test_pipes_and_devices_are_refused_and_links_followed(tmp_path: Path) -> Non
 @posix
 @pytest.mark.parametrize("umask", [0o027, 0o333])
 @pytest.mark.parametrize("mode", [0o664, 0o600, 0o444, 0o400, None])
-def test_permissions_stay_and_no_other_reads_what_is_being_written(
+def test_permissions_stay_and_a_file_being_written_is_private(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int | None, umask: int
 ) -> None:
     file, seen = tmp_path / "file", []

@@ -144,7 +144,7 @@ def test_a_ring_is_its_visibility_rule(calls: list[tuple[Any, ...]], limit: int,
 
 @settings(max_examples=15, deadline=None)
 @given(calls=CALLS, limit=st.integers(2, 9), layout=st.sampled_from(["0.31", "0.32"]))
-def test_caches_go_on_from_a_file(calls: list[tuple[Any, ...]], limit: int, layout: Any) -> None:
+def test_caches_continue_from_a_file(calls: list[tuple[Any, ...]], limit: int, layout: Any) -> None:
     singles = [
         Single(KVCache()),
         Single(ChunkedKVCache(limit)),
@@ -314,7 +314,7 @@ class Batch:
         return KVCache() if self.limit is None else RotatingKVCache(self.limit)
 
     def single(self, row: int) -> Any:
-        """Return row `row` as a cache of its own, checked."""
+        """Return row `row` as a separate, checked cache."""
         single = self.cache.extract(row % len(self.rows))
         tokens = self.rows[row % len(self.rows)]
         assert type(single) is type(self.alone())

@@ -316,7 +316,7 @@ def test_a_full_cache_refuses_the_batch_and_changes_nothing() -> None:
     with pytest.raises(KvCacheFull, match=r"\(cache: 10 batch: 8\)") as caught:
         cache.start_forward(range(8), [0] * 8)
     assert (caught.value.capacity, caught.value.batch) == (10, 8)
-    assert cache.get()[2] is mask  # get and put go on with the pass before
+    assert cache.get()[2] is mask  # get and put continue with the previous pass
     cache.put(np.full((2, 1, 1), 8), np.full((2, 1, 1), 8))
     other.put(np.full((2, 1, 1), 8), np.full((2, 1, 1), 8))
     assert_twins(cache, other, (0, 1, 2))
@@ -498,7 +498,7 @@ def test_arrays_of_get_may_be_put_the_other_way_round(permuted: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["raise", "warn"])
-def test_a_value_too_large_is_infinite_whatever_seterr_says(kind: str) -> None:
+def test_a_value_too_large_is_infinite_with_any_seterr(kind: str) -> None:
     cache = begun(CausalCache(lambda layer, key, shift: np.full_like(key, 1e30, np.float64)), "f2")
     with np.errstate(all=kind):
         cache.put(one(3), one(1e30, np.float64))
@@ -614,7 +614,7 @@ def test_keys_are_shifted_in_chunks_of_max_batch_cells() -> None:
         cache.set_layer(layer)
         cache.put(np.ones((2, 1, 1)), np.ones((2, 1, 1)))
     cache.remove(0, 1, 4)
-    # Cells 0 to 3 hold nothing that moves; cell 8 starts a chunk of its own.
+    # Cells 0 to 3 do not move; cell 8 starts a new chunk.
     assert [call for call in calls if call[0] == 0] == [
         (0, [4, 50, 5], [-3, 0, -3]),
         (0, [1], [-3]),

@@ -132,7 +132,7 @@ def test_arrays_of_get_may_be_put_the_other_way_round(permuted: bool) -> None:
         assert pair(cache) == (2, 1)
 
 
-def test_a_value_too_large_is_infinite_whatever_seterr_says() -> None:
+def test_a_value_too_large_is_infinite_with_any_seterr() -> None:
     cache = made()
     cache.start_forward([0], [0])
     cache.put(one(1, np.float16), one(2, np.float16))

@@ -32,7 +32,7 @@ CONTEXT, BATCH, WINDOW = 12, 4, 3
 
 
 def unmoved(layer: int, key: Any, shift: Any) -> Any:
-    """Leave keys as they are, so that they go on naming their tokens."""
+    """Leave keys unchanged, so that they identify their tokens."""
     return key
 
 

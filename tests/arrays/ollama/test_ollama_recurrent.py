@@ -331,7 +331,7 @@ def test_a_batch_must_begin_where_the_state_is(positions: list[int]) -> None:
     assert model.feed(0, [4], 3) == [10, 4]
 
 
-def test_a_copied_prefix_goes_on_from_a_checkpoint_only() -> None:
+def test_a_copied_prefix_continues_from_a_checkpoint_only() -> None:
     cache = made(RecurrentCache(add_shift, checkpoint_min_pos=0, checkpoint_interval=2), 2)
     for pos in range(6):
         cache.start_forward([pos], [0])

@@ -268,7 +268,7 @@ def test_a_foreign_cache_that_fails_to_start_unwinds_the_others(reserve: bool) -
 
 
 @pytest.mark.parametrize("fails", ["start_forward", "remove", "copy_prefix"])
-def test_a_sequence_of_which_the_caches_differ_does_not_go_on(fails: str) -> None:
+def test_a_sequence_that_differs_between_caches_is_refused(fails: str) -> None:
     uncut, failing = Foreign(), Foreign()
     wrapper = made(WrapperCache(CausalCache(), uncut, failing, CausalCache()), capacity=12)
     put_all(wrapper, [0, 1], [0, 1], [0, 0])

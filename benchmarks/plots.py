@@ -13,7 +13,7 @@ COLOURS["thin"] = "#b0b0b0"
 
 
 def draw(result: dict[str, Any], folder: Path) -> None:
-    """Draw every group of the result that has a plot."""
+    """Draw the plots of all groups that have one."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -38,7 +38,7 @@ def draw(result: dict[str, Any], folder: Path) -> None:
 
 
 def bars(axis: Any, rows: list[Row], labels: list[str], scale: float, who: tuple[str, ...]) -> None:
-    """Draw grouped bars with whiskers from the lowest to the highest sample."""
+    """Draw grouped bars with whiskers from minimum to maximum."""
     there = [w for w in who if any(w in row.samples for row in rows)]
     width = 0.8 / max(1, len(there))
     for k, name in enumerate(there):
@@ -63,13 +63,13 @@ def bars(axis: Any, rows: list[Row], labels: list[str], scale: float, who: tuple
 
 
 def above(axis: Any, title: str) -> None:
-    """Put the title, and the legend under it, above the bars."""
+    """Put title and legend above the bars."""
     axis.set_title(title, loc="left", pad=20)
     axis.legend(frameon=False, ncols=5, loc="lower left", bbox_to_anchor=(0, 0.99))
 
 
 def plain_numbers(axis: Any) -> None:
-    """Write a logarithmic axis in plain numbers, at every decade or twice within it."""
+    """Label a logarithmic axis with plain numbers, one to three per decade."""
     import matplotlib.ticker as ticks
 
     axis.set_major_locator(ticks.LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -78,7 +78,7 @@ def plain_numbers(axis: Any) -> None:
 
 
 def legend_below(figure: Any) -> None:
-    """Put one legend for all panels under them."""
+    """Put a common legend under all panels."""
     found: dict[str, Any] = {}
     for axis in figure.axes:
         handles, names = axis.get_legend_handles_labels()
@@ -94,7 +94,7 @@ def legend_below(figure: Any) -> None:
 
 
 def calls(plt: Any, rows: Rows) -> Any:
-    """Nanoseconds per call, logarithmic; what asks and moves above, tokens and logits below."""
+    """Draw nanoseconds per call, logarithmic: queries and moves above, tokens and logits below."""
     names = [n for n in rows if not n.startswith(("empty", "decode1"))]
     tokens = [n for n in names if n.startswith(("batch", "logits"))]
     parts = [part for part in ([n for n in names if n not in tokens], tokens) if part]
@@ -112,7 +112,7 @@ def calls(plt: Any, rows: Rows) -> Any:
 
 
 def throughput(plt: Any, rows: Rows) -> Any:
-    """Tokens per second, one panel per model and kind."""
+    """Draw tokens per second, one panel per model and kind."""
     panels = [(kind, model) for kind in ("decode", "prefill") for model in ("stories", "30M")]
     figure, axes = plt.subplots(2, 2, figsize=(9, 6), constrained_layout=True)
     for axis, (kind, model) in zip(axes.flat, panels, strict=True):
@@ -126,7 +126,7 @@ def throughput(plt: Any, rows: Rows) -> Any:
 
 
 def prefix(plt: Any, rows: Rows) -> Any:
-    """Milliseconds to the first token by length of the shared prefix."""
+    """Draw milliseconds to the first token by length of the shared prefix."""
     figure, axis = plt.subplots(figsize=(9, 3.8))
     names = [n for n in rows if n.startswith("first token")]
     bars(
@@ -140,7 +140,7 @@ def prefix(plt: Any, rows: Rows) -> Any:
 
 
 def state(plt: Any, rows: Rows) -> Any:
-    """GB/s of copies and of files, one panel per size."""
+    """Draw GB/s of copies and files, one panel per size."""
     names = [n for n in rows if rows[n].unit == "bytes/s" and n.endswith(" MiB")]
     sizes = list(dict.fromkeys(n.rpartition(", ")[2] for n in names))
     figure, axes = plt.subplots(
@@ -157,7 +157,7 @@ def state(plt: Any, rows: Rows) -> Any:
 
 
 def growth(plt: Any, rows: Rows) -> Any:
-    """Lines over cells and over sequences, both logarithmic; times left, rates right."""
+    """Draw lines over cells and over sequences, logarithmic: times left, rates right."""
     figure, axes = plt.subplots(
         2, 2, figsize=(11, 8.5), constrained_layout=True, width_ratios=(1.25, 1)
     )
@@ -176,7 +176,7 @@ def growth(plt: Any, rows: Rows) -> Any:
 
 
 def lines(axis: Any, found: dict[str, list[tuple[int, Row]]], scale: float) -> None:
-    """Draw a line for each thing measured, ours and C's in one colour."""
+    """Draw a line per measurement, ours and C's in the same colour."""
     import matplotlib.ticker as ticks
 
     colours = [f"C{k}" for k in range(10)] + ["black", "gold", "navy", "lime"]

@@ -1,4 +1,4 @@
-"""A model over two servers of ggml's RPC on loopback, beside the same build without them."""
+"""A model on two RPC servers on loopback, compared with the same build without them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.settings import open_one
 
 SERVERS, LOCAL = "two servers", "without servers"
 STEPS, PROMPT, HELD = 8, 128, 448
-#: It ends with its standard input: a run that is stopped leaves nothing behind.
+#: It ends with its standard input, so that an interrupted run leaves no process.
 CODE = """
 import os, sys, threading
 from pykvcache._native import lib
@@ -29,7 +29,7 @@ lib.rpc_serve(sys.argv[1], 1, ["CPU"])
 
 @contextlib.contextmanager
 def served(n: int) -> Iterator[list[str]]:
-    """Serve on n ports of this machine, one thread each."""
+    """Run n RPC servers on this machine, one thread each."""
     processes, endpoints = [], []
     try:
         for _ in range(n):
@@ -49,7 +49,7 @@ def served(n: int) -> Iterator[list[str]]:
 
 
 def wait_for(port: int) -> None:
-    """Wait until a server takes connections."""
+    """Wait until a server accepts connections."""
     for _ in range(600):
         with socket.socket() as client:
             if client.connect_ex(("127.0.0.1", port)) == 0:
@@ -59,7 +59,7 @@ def wait_for(port: int) -> None:
 
 
 def run(plan: Plan) -> list[Row]:
-    """Measure tokens per second, and a state out and in, by the clock."""
+    """Measure tokens per second, and saving and restoring a state, by wall time."""
     made = setup.with_rpc()
     if made.missing is not None:
         rows = [Row("over RPC", "tokens/s", errors={SERVERS: made.missing})]

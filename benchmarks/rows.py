@@ -1,4 +1,4 @@
-"""The rows of a result, as it stands in the JSON."""
+"""Rows of a result's JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.harness import Row
 
 ORDER = ("pykvcache", "C", "llama-cpp-python", "cyllama", "xllamacpp")
-#: Ours without batches: one request after the other.
+#: Ours without batching: one request after the other.
 ALONE = "one by one"
 Rows = dict[str, Row]
 

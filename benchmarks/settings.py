@@ -1,4 +1,4 @@
-"""What every context is opened with, stated once, and checked against what each reports."""
+"""The settings of all contexts, and the check of reported settings."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.harness import Answer, Contestant
 
-#: The same for everybody, in llama.h's own numbers: flash attention 1 is on (what llama.cpp's
-#: "auto" chooses here), type 1 is f16. All sequences share the cells, windows keep all of theirs.
+#: Common settings, in llama.h's numbers: flash attention 1 is on (llama.cpp's "auto" here), type 1
+#: is f16. All sequences share the cells, windows keep all cells.
 EQUAL = {"n_batch": 512, "n_ubatch": 512, "flash_attn": 1, "type_k": 1, "type_v": 1}
 
 
@@ -18,18 +18,18 @@ def open_all(
     model: str | os.PathLike[str] | None = None,
     **shape: Any,
 ) -> dict[str, Answer]:
-    """Open the same context everywhere; who reports other settings is out, and says why.
+    """Open the same context for all contestants; exclude those that report other settings.
 
     Parameters
     ----------
     model
-        Absent: the model that is loaded.
+        Absent: the loaded model.
     **shape
         ``n_ctx``, ``n_seq_max`` and ``threads``.
     """
     answers: dict[str, Answer] = {}
     for who, contestant in contestants.items():
-        # A server does not tell the size of its vocabulary.
+        # A server does not report its vocabulary size.
         known = next((a["n_vocab"] for a in answers.values() if "n_vocab" in a), 0)
         answers[who] = open_one(contestant, model, n_vocab=known, **shape)
     return answers
@@ -41,8 +41,8 @@ def open_one(
     n_vocab: int = 0,
     **shape: Any,
 ) -> Answer:
-    """Open a context and compare what it reports with what it was asked for."""
-    # llama.cpp makes no batch longer than its context.
+    """Open a context and compare reported with requested settings."""
+    # llama.cpp clips batches to the context.
     most = {name: min(EQUAL[name], shape["n_ctx"]) for name in ("n_batch", "n_ubatch")}
     asked = {**EQUAL, **most, **shape}
     path = {} if model is None else {"model": os.fspath(model)}

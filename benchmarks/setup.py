@@ -1,4 +1,4 @@
-"""Making the contestants: environments, the C program, our own wheel. Kept under build/bench."""
+"""Prepares the contestants in build/bench: environments, the C program, our wheel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.models import BUILD, ROOT
 HERE = Path(__file__).resolve().parent
 VENDOR = ROOT / "vendor" / "llama.cpp"
 
-#: What pip is asked for. The first is built from source, with the same llama.cpp as ours.
+#: Requirements for pip. The first is built from source, with the same llama.cpp as ours.
 PEERS = {
     "llama-cpp-python": ["--no-binary=llama-cpp-python", "llama-cpp-python==0.3.36"],
     "cyllama": ["--only-binary=:all:", "cyllama==0.2.18"],
@@ -30,7 +30,7 @@ MODULES = {
 }
 PATHS = {"PYTHONPATH": os.fspath(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
 OURS = "pykvcache"
-#: Ours once more, with ggml's CPU code for several instruction sets.
+#: Our wheel with ggml's CPU code for several instruction sets.
 #: Our wheel with ggml's RPC.
 RPC = "rpc"
 PORTABLE = ["PYKVCACHE_CPU_COPIES=ON", "build-dir=build/portable-{wheel_tag}"]
@@ -43,7 +43,7 @@ def python_of(name: str) -> Path:
 
 
 def run(command: Iterable[str | os.PathLike[str]], **env: str) -> None:
-    """Run a step; its output is shown when it fails."""
+    """Run a step; show its output if it fails."""
     words = [os.fspath(word) for word in command]
     done = subprocess.run(
         words, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, check=False
@@ -54,21 +54,21 @@ def run(command: Iterable[str | os.PathLike[str]], **env: str) -> None:
 
 
 def pip(python: Path, *arguments: str, **env: str) -> None:
-    """Call pip of an environment, made first where there is none."""
+    """Call pip of an environment, creating it if needed."""
     if not python.exists():
         run([sys.executable, "-m", "venv", python.parents[1]])
     run([python, "-m", "pip", "--disable-pip-version-check", *arguments], **env)
 
 
 def newest(paths: Iterable[Path]) -> float:
-    """Return the latest time of change."""
+    """Return the latest modification time."""
     return max(path.stat().st_mtime for path in paths)
 
 
 def libraries() -> list[Path]:
-    """Return llama.cpp's static libraries of our own build, in link order."""
+    """Return llama.cpp's static libraries of our build, in link order."""
     names = ["libllama.a", "libggml.a", "libggml-cpu.a", "libggml-base.a"]
-    # Named by a wheel's tag: the build for this machine, no other.
+    # Selected by wheel tag: the build for this machine.
     folders = list((ROOT / "build").glob("cp*/llama.cpp"))
     for folder in [*sorted(folders, key=lambda p: p.stat().st_mtime, reverse=True), BUILD / "c"]:
         found = {p.name: p for p in folder.rglob("lib*.a")}
@@ -78,7 +78,7 @@ def libraries() -> list[Path]:
 
 
 def build_llama() -> None:
-    """Build llama.cpp as our CMake files do, for a tree without a build of its own."""
+    """Build llama.cpp like our CMake files, for a tree without a build."""
     options = ["-DBUILD_SHARED_LIBS=OFF", "-DCMAKE_BUILD_TYPE=Release"]
     options += [f"-DLLAMA_BUILD_{x}=OFF" for x in ("COMMON", "TOOLS", "TESTS", "EXAMPLES")]
     options += ["-DLLAMA_BUILD_SERVER=OFF", "-DCMAKE_POSITION_INDEPENDENT_CODE=ON"]
@@ -87,7 +87,7 @@ def build_llama() -> None:
 
 
 def c_program() -> Path:
-    """Compile the plain C side against our own llama.cpp."""
+    """Compile the plain C side with our llama.cpp."""
     program, sources = BUILD / "bench_c", sorted((HERE / "c").glob("*.c"))
     try:
         archives = libraries()
@@ -106,7 +106,7 @@ def c_program() -> Path:
 
 
 def thin_extension() -> Path:
-    """Compile the class with the empty and the unchecked methods; return its folder."""
+    """Compile the class with empty and unchecked methods; return its folder."""
     folder, source, archives = BUILD / "native", HERE / "c" / "bench_thin.pyx", libraries()
     target = folder / f"bench_thin{sysconfig.get_config_var('EXT_SUFFIX')}"
     if target.exists() and target.stat().st_mtime > newest([source, *archives]):
@@ -122,13 +122,13 @@ def thin_extension() -> Path:
 
 
 def link(items: list[str | os.PathLike[str]], target: Path) -> None:
-    """Link with what llama.cpp needs, hiding its symbols."""
+    """Return flags that link llama.cpp's dependencies and hide its symbols."""
     flags = ["-fopenmp", "-pthread", "-ldl", "-lm", "-Wl,--exclude-libs,ALL", "-o"]
     run([os.environ.get("CXX", "c++"), *items, *flags, target])
 
 
 def wheel(name: str = OURS, *settings: str) -> Path:
-    """Build our wheel, in the build folder that ``make venv`` uses, so that llama.cpp is done."""
+    """Build our wheel in the build folder of ``make venv``, which has llama.cpp already."""
     sources = [p for p in (ROOT / "src").rglob("*") if p.is_file() and "__pycache__" not in p.parts]
     folder = BUILD / name / "wheel"
     ready = sorted(folder.glob("*.whl"))
@@ -154,7 +154,7 @@ def wheel(name: str = OURS, *settings: str) -> Path:
 
 
 def install_ours(name: str = OURS, *settings: str) -> Path:
-    """Install the wheel into an environment of its own; return the wheel."""
+    """Install the wheel into a separate environment; return the wheel."""
     built, stamp = wheel(name, *settings), BUILD / name / ".installed"
     if not stamp.exists() or stamp.stat().st_mtime < built.stat().st_mtime:
         pip(python_of(name), "install", "--quiet", "--force-reinstall", f"{built}[state,redis]")
@@ -163,7 +163,7 @@ def install_ours(name: str = OURS, *settings: str) -> Path:
 
 
 def portable() -> Contestant:
-    """Make the portable wheel; on what has no copies of ggml's CPU code it says so."""
+    """Make the portable wheel; raise where copies of ggml's CPU code are not supported."""
     name, prefixes = "portable", ("cmake.define.", "")
     settings = [f"--config-settings={a}{b}" for a, b in zip(prefixes, PORTABLE, strict=True)]
     made = Contestant(name, [os.fspath(python_of(name)), "-m", "benchmarks.peers.ours"], PATHS)
@@ -175,7 +175,7 @@ def portable() -> Contestant:
 
 
 def with_rpc() -> Contestant:
-    """Make a native wheel that has ggml's RPC."""
+    """Make a native wheel with ggml's RPC."""
     made = Contestant(RPC, [os.fspath(python_of(RPC)), "-m", "benchmarks.peers.ours"], PATHS)
     settings = ("cmake.define.GGML_RPC=ON", "build-dir=build/rpc-{wheel_tag}")
     try:
@@ -186,17 +186,17 @@ def with_rpc() -> Contestant:
 
 
 def wheel_of(name: str) -> Path:
-    """Return the wheel that a contestant was installed from."""
+    """Return a contestant's wheel."""
     return next((BUILD / name / "wheel").glob("*.whl"))
 
 
 def install_peer(name: str) -> None:
-    """Build or fetch a peer's wheel, and install it into an environment of its own."""
+    """Build or fetch a peer's wheel, and install it into a separate environment."""
     stamp, wanted = BUILD / name / ".installed", "\n".join(PEERS[name])
     if stamp.exists() and stamp.read_text() == wanted:
         return
     python, folder, begin = python_of(name), BUILD / name / "wheel", time.perf_counter()
-    # Neither images nor what only llama.cpp's programs need; the rest is built as the package does.
+    # Without images and parts for llama.cpp's programs; otherwise built like the package.
     arguments = ["--quiet", "--no-deps", "--wheel-dir", os.fspath(folder)]
     options = "-DLLAVA_BUILD=OFF -DLLAMA_BUILD_COMMON=OFF"
     pip(python, "wheel", *arguments, *PEERS[name], CMAKE_ARGS=options)
@@ -206,19 +206,19 @@ def install_peer(name: str) -> None:
 
 
 def first_costs() -> dict[str, int]:
-    """Return the seconds that each peer took when it was built or fetched."""
+    """Return the seconds of building or fetching each peer."""
     return {path.parent.name: int(path.read_text()) for path in BUILD.glob("*/.seconds")}
 
 
 def contestants(
     peers: Iterable[str] = tuple(PEERS),
 ) -> tuple[dict[str, Contestant], dict[str, float]]:
-    """Make everybody; who cannot be made stays in the list and says why.
+    """Prepare all contestants; failed ones stay in the list with the reason.
 
     Returns
     -------
     tuple
-        The contestants by name, and the seconds that making each took.
+        The contestants by name, and the seconds of preparing each.
     """
     found: dict[str, Contestant] = {}
     took: dict[str, float] = {}

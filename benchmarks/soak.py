@@ -2,10 +2,10 @@
 
     python -m benchmarks.soak --seconds 600
 
-Clients ask for greedy completions of conversations that share beginnings, streamed and whole, in
-all three forms of chat, for two tenants. Some leave in the middle. Every so often the server is
-killed with -9, or ended with SIGTERM, and starts again over the same folder. Fails where an answer
-is not that of a fresh model, a cell is not given back, or memory grows past its bound.
+Clients request greedy completions of conversations with shared prefixes, streamed and whole, in all
+three chat APIs, for two tenants. Some disconnect early. Periodically the server is killed (-9) or
+terminated (SIGTERM), and restarted over the same folder. Fails if an answer differs from a fresh
+model's, a cell is not freed, or memory exceeds its bound.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OPTIONS = ["--n-ctx", "4096", "--ram", "16", "--tier-seconds", "2", "--parallel"
 
 
 def conversations() -> list[list[dict[str, str]]]:
-    """Return conversations of one to three turns, with common beginnings."""
+    """Return conversations of one to three turns with shared prefixes."""
     found = []
     for subject in SUBJECTS:
         turns = [{"role": "user", "content": f"{subject} " * 8}]
@@ -49,10 +49,10 @@ def conversations() -> list[list[dict[str, str]]]:
 
 
 def expected(chats: list[list[dict[str, str]]]) -> list[set[str]]:
-    """Return what a fresh model answers: alone, and beside seven others.
+    """Return a fresh model's answers: alone, and together with seven others.
 
-    The last bits of logits depend on how many tokens are computed together, and a near tie may
-    turn with them.
+    The last bits of logits depend on the number of tokens computed together, which may decide a
+    near tie.
     """
     answers: list[set[str]] = [set() for _ in chats]
     for n_parallel in (1, 8):
@@ -63,7 +63,7 @@ def expected(chats: list[list[dict[str, str]]]) -> list[set[str]]:
 
 
 class ServerProcess:
-    """The server, which may be killed and started again."""
+    """The server, which may be killed and restarted."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -72,7 +72,7 @@ class ServerProcess:
         (folder / "keys.txt").write_text("\n".join(" ".join(pair) for pair in KEYS.items()))
 
     def start(self) -> None:
-        """Start it, on the port that it had."""
+        """Start it on its previous port."""
         options = ["--port", str(self.port), "--cache", os.fspath(self._folder / "cache")]
         keys = ["--api-keys", os.fspath(self._folder / "keys.txt"), "--quiet"]
         command = [sys.executable, "-m", "pykvcache", "serve", *OPTIONS, *options, *keys]
@@ -100,7 +100,7 @@ class ServerProcess:
 
 
 class Soak:
-    """The clients, and what they saw."""
+    """The clients and their observations."""
 
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -111,7 +111,7 @@ class Soak:
         self.is_over = False
 
     async def client(self, seed: int) -> None:
-        """Ask until it is over; what the server's end does to a request is no failure."""
+        """Send requests until the end; errors from a server's end do not count."""
         rng = random.Random(seed)
         key = rng.choice(list(KEYS))
         async with httpx.AsyncClient(timeout=60, headers={"x-api-key": key}) as client:
@@ -151,7 +151,7 @@ class Soak:
             return
         text = text_of(kind, answer) if answer.status_code == 200 else answer.text
         if answer.status_code == 200 and text is None:
-            self.counts["cut"] += 1  # a stream that the server's end ended
+            self.counts["cut"] += 1  # a stream cut off by the server's end
             return
         self.counts[kind] += 1
         if (text or "").strip() not in self.answers[i]:
@@ -159,7 +159,7 @@ class Soak:
 
 
 def text_of(kind: str, answer: httpx.Response) -> str | None:
-    """Return what the model said; None of a stream that was cut."""
+    """Return the model's text; None for a stream that was cut off."""
     if kind == "stream":
         lines = [one[6:] for one in answer.text.splitlines() if one.startswith("data: ")]
         if not lines or lines[-1] != "[DONE]":
@@ -175,7 +175,7 @@ def text_of(kind: str, answer: httpx.Response) -> str | None:
 
 
 async def idle(url: str) -> dict[str, Any]:
-    """Wait until no request runs; return the facts of the cache."""
+    """Wait until no request runs; return the cache's statistics."""
     async with httpx.AsyncClient(timeout=30, headers={"x-api-key": next(iter(KEYS))}) as client:
         for _ in range(200):
             facts = (await client.get(f"{url}/cache")).json()["models"].get("stories")
@@ -186,7 +186,7 @@ async def idle(url: str) -> dict[str, Any]:
 
 
 async def soak(seconds: float, n_clients: int, period: float, folder: Path) -> bool:
-    """Run it all; return whether nothing went wrong."""
+    """Run everything; return whether it succeeded."""
     server = ServerProcess(folder)
     server.start()
     run = Soak(server.port)

@@ -70,11 +70,10 @@ class Reuse:
     def do_strangers(self, ram_mib: int, n_prompts: int, n_tokens: int) -> Answer:
         """Seconds per token of prompts that share nothing, with a cache and without, in turns.
 
-        What making and closing a sequence takes of them is told apart: it differs far less from one
-        prompt to the next than a decode. And the seconds of copying their blocks, without a cache:
-        no cache that keeps them takes less. A cache that has no room for all of them is full
-        before: then its blocks use memory again, and so do these copies; else both write to new
-        memory.
+        Opening and closing a sequence is timed separately: it varies far less than a decode.
+        Copying the blocks without a cache is the lower bound of any cache that keeps them. A cache
+        without room for all of them is filled first: then its blocks reuse memory, and so do the
+        copies; otherwise both write to new memory.
         """
         assert self.ctx is not None
         ctx = self.ctx
@@ -116,7 +115,7 @@ class Reuse:
         return took
 
     def do_restore_blocks(self, n: int, block_size: int = 64, slices: int = 9) -> Answer:
-        """Seconds to put back sequence 0 into sequence 1, from one state and from blocks."""
+        """Return the seconds to restore sequence 0 into 1, from one state and from blocks."""
         assert self.ctx is not None
         native = self.ctx.native
         blocks = []
@@ -133,13 +132,13 @@ class Reuse:
                 if how == "whole":
                     native.set_state(1, [state], None)
                 else:
-                    native.set_blocks(1, blocks, known_values=True)  # as a cache
+                    native.set_blocks(1, blocks, known_values=True)  # like a cache
                 took.append(time.perf_counter() - begin)
         native.seq_rm(1, None, None)
         return {how: sorted(took[1:])[len(took) // 2 - 1] for how, took in times.items()}
 
     def do_lookup(self, n_blocks: int = 100_000, slices: int = 200) -> Answer:
-        """Seconds to look up a prompt of 4,096 tokens among many blocks of 64."""
+        """Return the seconds to look up a prompt of 4,096 tokens among many blocks of 64."""
         draw = np.random.default_rng(0)
         prompts = [draw.integers(0, 32_000, 4096) for _ in range(n_blocks // 64 + 1)]
         tree = filled(prompts)
@@ -155,7 +154,7 @@ class Reuse:
         return {"seconds": sorted(took)[slices // 2]}
 
     def do_lookup_new(self, n_blocks: int = 100_000, slices: int = 200) -> Answer:
-        """Seconds of a whole lookup for a prompt that shares a first token with all known ones."""
+        """Return the seconds of a lookup for a prompt that shares only the first token."""
         draw = np.random.default_rng(0)
 
         def prompt() -> Any:
@@ -175,7 +174,7 @@ class Reuse:
 
 
 def filled(prompts: list[Any]) -> PrefixTree:
-    """Return a tree of some prompts, without cells."""
+    """Return a tree of prompts without cells."""
     tree = PrefixTree(MemoryShape(64), DEFAULT, max_bytes=1 << 40)
     for ids in prompts:
         tokens = token_bytes(ids)

@@ -1,4 +1,4 @@
-"""pykvcache: what the group *tiers* asks for."""
+"""pykvcache: requests of the group *tiers*."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from pykvcache.prefix.tiers.cost_model import EvaluationTime
 
 
 class Tiered(Many):
-    """A prefix cache with a tier, and nothing in its memory."""
+    """A prefix cache with a tier and an empty memory."""
 
     _time: EvaluationTime | None = None
     _cache: PrefixCache | None = None
     _tier: Any = None
 
     def do_tier(self, where: str | None, n: int) -> Answer:
-        """Evaluate a prompt of n tokens and one, and let a tier have it; None for no tier."""
+        """Evaluate a prompt of n + 1 tokens, and write it to a tier; None for no tier."""
         self.clear()
         self.do_tier_close()
         self._tier = where
@@ -36,9 +36,7 @@ class Tiered(Many):
             sequence.logits()
             seconds = time.perf_counter() - start
         cache.flush(120)
-        core_of(cache).link.evaluation.note(
-            0, n + 1, seconds
-        )  # of its own accord one without tiers does not
+        core_of(cache).link.evaluation.note(0, n + 1, seconds)  # by default only with tiers
         self._time = core_of(cache).link.evaluation
         self._cache = cache
         self._forget()
@@ -48,7 +46,7 @@ class Tiered(Many):
         tiers = [] if self._tier is None else [self._tier]
         cache = PrefixCache(self.context, tiers=tiers)
         if self._time is not None:
-            core_of(cache).link.evaluation = self._time  # a server has learned it long ago
+            core_of(cache).link.evaluation = self._time  # as learned by a running server
         return cache
 
     def _forget(self) -> None:
@@ -56,14 +54,14 @@ class Tiered(Many):
             self._cache.clear()
 
     def do_tier_first(self, n: int, cold: bool = False) -> Answer:
-        """Seconds to the logits after a prompt of n tokens that the tier has, and one more."""
+        """Return the seconds to the logits of a prompt of n tokens from the tier and a new one."""
         if cold:
             drop_page_cache(Path(self._tier))
         cache = self._cache
         if cache is None:
             raise ValueError("no tier is open")
         tokens = self.array(0, n + 1)
-        tokens[n] += 1  # of the last token nothing is known
+        tokens[n] += 1  # a new last token
         start = time.perf_counter()
         sequence = cache.sequence(tokens)
         sequence.logits()
@@ -74,7 +72,7 @@ class Tiered(Many):
         return {"seconds": seconds, "evaluated": report.evaluated}
 
     def do_tier_last(self, n: int, again: int = 5) -> Answer:
-        """Seconds to decode the last token alone: all before it lies in the cells."""
+        """Return the seconds to decode only the last token, with all others in the cells."""
         self.do_tier_close()
         took = []
         with LlamaSequence(self.context, self.array(0, n + 1)) as sequence:
@@ -88,14 +86,14 @@ class Tiered(Many):
         return {"seconds": statistics.median(took)}
 
     def do_tier_close(self) -> Answer:
-        """End the cache in memory."""
+        """Close the cache."""
         if self._cache is not None:
             self._cache.close()
             self._cache = None
         return {}
 
     def do_tier_slow(self, latency: float, bandwidth: float, n: int) -> Answer:
-        """How long a prompt takes with a real folder made slow, beside evaluating it alone."""
+        """Return the time of a prompt with an artificially slow folder, relative to evaluating."""
         _tests()
         from pykvcache.prefix.stores import FolderStore
 
@@ -116,7 +114,7 @@ class Tiered(Many):
         sequence.close(keep=0)
         slow.closing.set()
         cache.close()
-        # Before and after: a machine that others use becomes slower and faster all the time.
+        # Before and after, because the speed of a shared machine varies.
         alone = (alone + self._alone(tokens)) / 2
         return {"seconds": seconds / alone, "evaluated": evaluated}
 
@@ -127,7 +125,7 @@ class Tiered(Many):
         return time.perf_counter() - start
 
     def do_tier_write(self, n: int, steps: int, pairs: int) -> Answer:
-        """Seconds per token while blocks are written behind, and while nothing is, in turns."""
+        """Return the seconds per token with and without write-behind, in turns."""
         took: dict[str, list[float]] = {"written behind": [], "no tier": []}
         for pair in range(pairs):
             for again in range(2):
@@ -153,7 +151,7 @@ class Tiered(Many):
 
 
 def drop_page_cache(folder: Path) -> None:
-    """Let the system forget what it holds of the files."""
+    """Drop the files from the page cache."""
     for path in folder.rglob("*.block"):
         with contextlib.suppress(OSError, AttributeError):
             descriptor = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""What a contestant fills in: how its binding does each thing. Standard library only."""
+"""Interface of a contestant: the operations of its binding. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ Rows = list[tuple[int, int, int]]
 
 
 class NotThereError(Exception):
-    """The binding has no such operation; the text is the reason that the report shows."""
+    """The binding lacks the operation; the message is shown in the report."""
 
     def __init__(self, why: str = "it has no such call"):
         super().__init__(why)
 
 
 class Primitives:
-    """Operations of one binding, untimed unless a request is about them."""
+    """Operations of a binding, untimed unless requested."""
 
-    #: What is timed for each call: a statement for every `s` in `seqs`, or for one pass.
+    #: Timed statements: for every `s` in `seqs`, or for one pass.
     STATEMENTS: ClassVar[dict[str, str]] = {}
-    #: What those statements see.
+    #: Names for these statements.
     names: dict[str, Any]
 
     def __init__(self) -> None:
         self.n_vocab = 0
         self.n_seq_max = 1
         self.n_batch = 512
-        self.depth = 16  # what sequence 0 holds
-        self.state_bytes = 0  # of the state that is kept
+        self.depth = 16  # tokens of sequence 0
+        self.state_bytes = 0  # size of the kept state
         self.names = {}
 
     def facts(self) -> Answer:
@@ -37,11 +37,11 @@ class Primitives:
         raise NotThereError
 
     def open(self, model: str | None, **options: Any) -> None:
-        """Load a model (None: keep it) and make a context."""
+        """Load a model (None: keep it) and create a context."""
         raise NotThereError
 
     def reported(self) -> Answer:
-        """Return what the context says of its settings, by the names it was asked with."""
+        """Return the context's settings by request name."""
         return {}
 
     def end(self, seq: int) -> int:
@@ -53,7 +53,7 @@ class Primitives:
         self.step(rows)()
 
     def step(self, rows: Rows) -> Callable[[], object]:
-        """Return what fills a batch with rows as in `decode_rows` and decodes it."""
+        """Return a function that fills a batch with rows as in `decode_rows` and decodes it."""
         raise NotThereError
 
     def remove(self, seq: int) -> None:
@@ -61,7 +61,7 @@ class Primitives:
         raise NotThereError
 
     def cut(self, seq: int, length: int) -> None:
-        """Remove what a sequence holds beyond a length."""
+        """Truncate a sequence."""
         raise NotThereError
 
     def copy(self, src: int, dst: int) -> None:
@@ -77,30 +77,30 @@ class Primitives:
         raise NotThereError
 
     def restore(self, how: str, path: str) -> None:
-        """Make sequence 1 hold what `keep_state` kept, from ``memory`` or a ``file``."""
+        """Restore the state of `keep_state` into sequence 1, from ``memory`` or a ``file``."""
         raise NotThereError
 
     def keep_state(self, n: int, path: str) -> int:
-        """Keep the state of sequence 0 in memory, and in a file; return its size."""
+        """Keep the state of sequence 0 in memory and in a file; return its size."""
         raise NotThereError
 
     def load_blob(self, blob: bytes) -> None:
-        """Make sequence 0 hold a raw sequence state, and keep it for `state_call`."""
+        """Restore a raw sequence state into sequence 0, and keep it for `state_call`."""
         raise NotThereError
 
     def state_call(self, what: str) -> Callable[[], object]:
-        """Return what saves, loads or copies the state of `load_blob` once."""
+        """Return a function that saves, loads or copies the state of `load_blob` once."""
         raise NotThereError
 
     def file_call(self, what: str, path: str, n: int) -> Callable[[], object]:
-        """Return what saves sequence 0 with n tokens to a file, or loads it."""
+        """Return a function that saves sequence 0 with n tokens to a file, or loads it."""
         raise NotThereError
 
     def sequences(self) -> dict[int, int]:
         """Return the number of cells of each sequence."""
         raise NotThereError
 
-    # The same for all ---------------------------------------------------------------------
+    # Common to all bindings ---------------------------------------------------------------
 
     def extend(self, seq: int, n: int) -> None:
         """Append n tokens to a sequence, with logits for the last."""
@@ -109,15 +109,15 @@ class Primitives:
             self.decode_rows([(at, min(self.n_batch, start + n - at), seq)])
 
     def token_at(self, i: int) -> int:
-        """Return the same token everywhere for a place in a sequence."""
+        """Return the token for a place in a sequence, equal for all contestants."""
         return 3 + i * 7919 % (self.n_vocab - 3)
 
     def tokens(self, start: int, n: int) -> list[int]:
-        """Return the tokens of the places ``[start, start + n)``."""
+        """Return the tokens for the places ``[start, start + n)``."""
         return [self.token_at(i) for i in range(start, start + n)]
 
     def places(self, rows: Rows) -> list[tuple[int, int, int, bool]]:
-        """Return (token, position, sequence, whether it gives logits) of rows."""
+        """Return (token, position, sequence, whether it has logits) of rows."""
         return [
             (self.token_at(i), i, seq, i == start + n - 1)
             for start, n, seq in rows

@@ -1,4 +1,4 @@
-"""Prompts that share beginnings: chats of many sessions, a tree of agents; no other library."""
+"""Prompts with shared prefixes: chats of many sessions, a tree of agents. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from benchmarks.peers.primitives import Answer
 
 __all__ = ["WORK", "play"]
 
-#: Answers one prompt: returns what was generated, and how many of its tokens were evaluated.
+#: Answers a prompt: returns the generated tokens and the number of evaluated prompt tokens.
 Tokens = list[int]
 Ask = Callable[[Tokens, int], tuple[Tokens, int]]
 
-N_VOCAB = 500  # of ids that are words in every vocabulary here; the first ones are special
+N_VOCAB = 500  # ids that are words in every vocabulary here; the first ones are special
 
 
 def words(draw: random.Random, n: int) -> Tokens:
@@ -23,7 +23,7 @@ def words(draw: random.Random, n: int) -> Tokens:
 
 
 class Known:
-    """What was evaluated until now, and so need not be again."""
+    """Tokens evaluated so far, which an ideal cache would not evaluate again."""
 
     def __init__(self) -> None:
         self.texts: list[Tokens] = []
@@ -38,12 +38,12 @@ class Known:
         self.evaluated += evaluated
         text = prompt + answer
         self.texts.append(text)
-        # Nobody evaluates the last token of an answer: with one more token it is part of a prompt.
+        # The last token of an answer is evaluated only as part of a later prompt.
         self.distinct.update(hash(tuple(text[: i + 1])) for i in range(len(text) - 1))
 
 
 def common(a: Tokens, b: Tokens) -> int:
-    """Return how many leading tokens agree."""
+    """Return the length of the common prefix."""
     n = 0
     for x, y in zip(a, b, strict=False):
         if x != y:
@@ -53,7 +53,7 @@ def common(a: Tokens, b: Tokens) -> int:
 
 
 def chat(ask: Ask, known: Known, sessions: int, turns: int) -> None:
-    """Send each session in its turn: 198 common tokens, questions of 45 or 46, answers of 39."""
+    """Send sessions round-robin: 198 common tokens, questions of 45 or 46, answers of 39."""
     draw = random.Random(1)
     system = words(draw, 198)
     texts = [list(system) for _ in range(sessions)]
@@ -90,7 +90,7 @@ WORK = {
 
 
 def play(work: str, ask: Ask, quick: bool) -> Answer:
-    """Send the prompts of a workload one after the other, and count; only answering is timed."""
+    """Send the prompts of a workload one after the other and count; only answers are timed."""
     known = Known()
     seconds = 0.0
 

@@ -1,4 +1,4 @@
-"""llama.h from a Cython class without a single check: C plus the call of a method."""
+"""llama.h from a Cython class without checks: C plus a method call."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Thin(Worker):
         self.n_vocab = self.thin.n_vocab()
 
     def reported(self) -> Answer:
-        """Return what the context tells."""
+        """Return the context's settings."""
         settings: Answer = self.thin.settings()
         return settings
 
     def step(self, rows: Rows) -> Callable[[], object]:
-        """Return what decodes one batch."""
+        """Return a function that decodes a batch."""
         return lambda: self.thin.decode(self.places(rows))
 
     def end(self, seq: int) -> int:

@@ -1,7 +1,7 @@
-"""What a contestant's process does: answer requests, one flat JSON object per line.
+"""A contestant's process: answers requests, one flat JSON object per line.
 
-Standard library only, and old-fashioned enough for any interpreter: this runs in the peers' own
-environments. What a contestant cannot do answers ``{"error": ...}``, which the report shows.
+Standard library only, and compatible with old interpreters, because it runs in the peers'
+environments. An operation that a contestant lacks answers ``{"error": ...}``, shown in the report.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ OWN = ("add", "div")
 
 
 class Worker(Primitives):
-    """One contestant."""
+    """A contestant."""
 
     def do_facts(self) -> Answer:
         """Answer versions."""
         return self.facts()
 
     def do_open(self, model: str | None = None, n_vocab: int = 0, **options: Any) -> Answer:
-        """Open a context; who cannot ask for the size of the vocabulary is given it."""
+        """Open a context; `n_vocab` is for bindings that cannot report it."""
         self.n_vocab = n_vocab or self.n_vocab
         self.n_seq_max, self.n_batch = options["n_seq_max"], options["n_batch"]
         self.open(model, **options)
@@ -52,14 +52,14 @@ class Worker(Primitives):
         return {}
 
     def do_share(self) -> Answer:
-        """Let every other sequence hold the cells of sequence 0."""
+        """Share the cells of sequence 0 with every other sequence."""
         self.prepare("remove")
         return {}
 
     # Calls --------------------------------------------------------------------------------
 
     def prepare(self, what: str) -> None:
-        """Bring the sequences but 0 into the state that a call starts from."""
+        """Prepare the sequences except 0 for a call."""
         for s in range(1, self.n_seq_max):
             self.remove(s)
         if what in SHARED:
@@ -69,16 +69,16 @@ class Worker(Primitives):
             self.decode_rows([(64, 1, s) for s in range(1, self.n_seq_max)])
 
     def do_call(self, what: str, slices: int = 20, rounds: int = 1, enough_ms: int = 60) -> Answer:
-        """Seconds of one call, best of the slices; each slice is some passes over all sequences."""
+        """Return the seconds of a call in the best slice; a slice is passes over all sequences."""
         statement = self.STATEMENTS.get(what)
         if statement is None:
             raise NotThereError
         if what == "logits":
-            self.do_fill(self.depth)  # the last decode may have been of a sequence that is gone
+            self.do_fill(self.depth)  # the last decoded sequence may be removed
         seqs = list(range(1, self.n_seq_max))
         timer = self.timer(what, statement, seqs, rounds)
         calls = 16 if what == "decode1" else rounds * len(seqs)
-        # Made once: what a slice allocates before its calls changes how they find the heap.
+        # Created once, because allocations before the calls would change the heap.
         shuffle = random.Random(0).shuffle
         best, begin = float("inf"), time.perf_counter()
         for done in range(slices):
@@ -88,7 +88,7 @@ class Worker(Primitives):
                 self.before_decode()
             elif what in SHARED or what in OWN or what.startswith("copy"):
                 self.prepare(what)
-            # Another order each time: a processor learns a short pass by heart, which flatters C.
+            # In a new order each time: branch prediction learns a short pass, which favours C.
             shuffle(seqs)
             best = min(best, timer.timeit(1) / calls)
         if what == "decode1":
@@ -98,13 +98,13 @@ class Worker(Primitives):
         return {"seconds": best, "statement": statement}
 
     def timer(self, what: str, statement: str, seqs: list[int], rounds: int) -> timeit.Timer:
-        """Return a timer of some passes over the sequences."""
+        """Return a timer of passes over the sequences."""
         self.names["seqs"] = seqs
         if what != "decode1":
             body = statement.replace("\n", "\n    ")
             statement = f"for s in seqs:\n    {body}"
         if rounds > 1:
-            # A shift by 1 and one back by turns, so that no position wanders.
+            # Shifts by 1 alternate in direction, so that positions do not drift.
             self.names["deltas"] = [1 - i % 2 * 2 for i in range(rounds)]
             body = statement.replace("\n", "\n    ")
             statement = f"for delta in deltas:\n    {body}"
@@ -112,7 +112,7 @@ class Worker(Primitives):
         return timeit.Timer(statement, globals=self.names)
 
     def before_decode(self) -> None:
-        """Bring sequence 0 back to its length, and have the next tokens ready."""
+        """Truncate sequence 0 to its length, and prepare the next tokens."""
         self.cut(0, self.depth)
         places = range(self.depth, self.depth + 16)
         self.names["steps"] = [(i, self.tokens(i, 1)) for i in places]
@@ -120,12 +120,12 @@ class Worker(Primitives):
     # Generation ---------------------------------------------------------------------------
 
     def do_decode(self, parallel: int, steps: int = 16, depth: int = 32) -> Answer:
-        """Seconds of the fastest of some steps of one token for each of several sequences."""
+        """Return the seconds of the fastest step of one token for each of several sequences."""
         self.clear()
         for s in range(parallel):
             self.extend(s, depth)
         best, own = float("inf"), float("inf")
-        # Prepared before the clock runs: it would leave its data in the caches.
+        # Prepared before timing, because it would leave its data in the caches.
         ready = [self.step([(depth + i, 1, s) for s in range(parallel)]) for i in range(steps)]
         for step in ready:
             start, begin = time.perf_counter(), time.thread_time()
@@ -135,13 +135,13 @@ class Worker(Primitives):
         return {"seconds": best, "thread_seconds": own, "tokens": parallel}
 
     def do_prefill(self, parallel: int, tokens: int = 512) -> Answer:
-        """Seconds of one batch that holds a prompt for each of several sequences."""
+        """Return the seconds of a batch with a prompt for each of several sequences."""
         self.clear()
         each = tokens // parallel
         return self.timed_step([(0, each, s) for s in range(parallel)])
 
     def do_append(self, tokens: int) -> Answer:
-        """Seconds of one batch after what sequence 0 holds."""
+        """Return the seconds of a batch after sequence 0's tokens."""
         self.cut(0, self.depth)
         answer = self.timed_step([(self.depth, tokens, 0)])
         self.cut(0, self.depth)
@@ -159,11 +159,11 @@ class Worker(Primitives):
         return {**took, "tokens": sum(n for _, n, _ in rows)}
 
     def do_many(self, what: str, slots: int, alone: bool = False) -> Answer:
-        """Seconds of all requests of a workload, and how many tokens were generated."""
+        """Return the seconds and generated tokens of a workload."""
         raise NotThereError
 
     def do_prefix(self, how: str, n: int, tail: int = 16, path: str = "") -> Answer:
-        """Seconds until sequence 1 holds the prefix, and until the first token after its tail."""
+        """Return the seconds until sequence 1 has the prefix, and until the first token."""
         self.remove(1)
         start = time.perf_counter()
         if how == "cold":
@@ -197,7 +197,7 @@ class Worker(Primitives):
         return {"bytes": len(blob)}
 
     def do_state(self, what: str, slices: int = 5) -> Answer:
-        """Seconds of one save, load or memcpy, best of the slices; a load is into nothing."""
+        """Return the best seconds of a save, load (into an empty sequence) or memcpy."""
         call = self.state_call("load" if what == "load_over" else what)
 
         def empty() -> None:
@@ -209,7 +209,7 @@ class Worker(Primitives):
         return {"seconds": min(timeit.repeat(call, empty, number=1, repeat=slices))}
 
     def do_file(self, what: str, path: str, n: int, slices: int = 5) -> Answer:
-        """Seconds of one save over a file, save to a new one, or load into nothing: the median."""
+        """Return the median seconds of overwriting a file, creating one, or loading it."""
         call = self.file_call(what, path, n)
 
         def before() -> None:
@@ -223,7 +223,7 @@ class Worker(Primitives):
         return {"seconds": statistics.median(timeit.repeat(call, before, number=1, repeat=slices))}
 
     def do_progress(self, what: str, seconds: float = 0.1) -> Answer:
-        """How fast another thread counts while this one works."""
+        """Return how fast another thread counts while this one works."""
         call = self.work(what)
         counted, stop = [0], threading.Event()
 
@@ -244,14 +244,14 @@ class Worker(Primitives):
         return {"per_second": total / took, "calls": calls}
 
     def work(self, what: str) -> Callable[[], object]:
-        """Return a save or load, or other work without the interpreter's lock, or with it."""
+        """Return a function: a save or load, or other work with or without the GIL."""
         if what == "hashing":
-            # No lock, no memory to speak of, and about as long as a save of 64 MiB.
+            # Without the GIL and with little memory, about as long as a save of 64 MiB.
             return lambda: hashlib.pbkdf2_hmac("sha256", b"word", b"salt", 30_000)
         if what in ("memcpy", "copying"):
             original = bytearray(b"x") * self.state_bytes
             if what == "copying":
-                return lambda: bytes(original)  # with the lock
+                return lambda: bytes(original)  # with the GIL
             array = ctypes.c_char * len(original)
             ends = array.from_buffer(original[:]), array.from_buffer(original)
             return lambda: ctypes.memmove(*ends, len(original))
@@ -260,17 +260,17 @@ class Worker(Primitives):
     # The process --------------------------------------------------------------------------
 
     def do_held(self) -> Answer:
-        """How many tokens each sequence holds, where a binding can tell."""
+        """Return the number of tokens of each sequence, if the binding can tell."""
         return {"sequences": self.sequences()}
 
     def do_rss(self) -> Answer:
-        """Resident bytes of this process."""
+        """Return the resident bytes of this process."""
         with open("/proc/self/statm") as file:
             return {"bytes": int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")}
 
 
 def serve(worker: Worker) -> None:
-    """Answer on what was stdout; whatever a library prints there goes to stderr."""
+    """Answer on the original stdout; output of libraries goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

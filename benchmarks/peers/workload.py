@@ -1,22 +1,22 @@
-"""What is generated in the group *generate*; `benchmarks/c/bench_many.c` has the same requests."""
+"""Requests of the group *generate*; `benchmarks/c/bench_many.c` has the same ones."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-#: How tokens are chosen, in everybody's words.
+#: Sampling parameters of all contestants.
 TEMPERATURE = 0.8
 TOP_K = 40
 
 
 class Request(NamedTuple):
-    """A prompt of ``length`` tokens from place ``start`` on, and how many tokens to generate."""
+    """A prompt of ``length`` tokens from place ``start`` on, and the number of new tokens."""
 
     start: int
     length: int
     new: int
     arrival: int
-    """The step before which it comes."""
+    """The step before which it arrives."""
 
 
 def workload(what: str) -> list[Request]:

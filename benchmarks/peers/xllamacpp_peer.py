@@ -1,8 +1,8 @@
-"""xllamacpp, from its wheel: llama.cpp's server inside the process, and nothing below it.
+"""xllamacpp, from its wheel: llama.cpp's server inside the process.
 
-It has no context and no sequences to call. Throughput and the time to the first token are those of
-its completions: sampling, JSON and the server's queue included. States are the files of its slots,
-saved and restored over HTTP; their times are the server's own.
+It has no contexts or sequences. Throughput and time to first token are those of completions,
+including sampling, JSON and the server's queue. States are files of its slots, saved and restored
+over HTTP; their times are the server's.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from benchmarks.peers.prompts import play
 from benchmarks.peers.worker import Worker, serve
 from benchmarks.peers.workload import TEMPERATURE, TOP_K, workload
 
-#: Tokens at the begin and at the end of what completions do together that do not count.
+#: Tokens at the start and end of concurrent completions that do not count.
 MARGIN = 3
-#: Where a raw sequence state of ours tells the number of its cells.
+#: Offset of the number of cells in our raw sequence state.
 CELLS = slice(12, 16)
 N_TRAIN = {"stories.gguf": 1024}
 SAMPLING = {"temperature": 0.0, "samplers": ["temperature"], "ignore_eos": True}
@@ -63,7 +63,7 @@ class XLlamaCpp(Worker):
         self.server = self.serve(options)
 
     def serve(self, asked: dict[str, Any], ram_mib: int = 0) -> Any:
-        """Start a server, with a cache for prompts that lost their slot or without."""
+        """Start a server with or without a cache for prompts that lost their slot."""
         params = xllamacpp.CommonParams()
         params.model.path = self.path
         params.n_ctx, params.n_parallel = asked["n_ctx"], asked["n_seq_max"]
@@ -80,7 +80,7 @@ class XLlamaCpp(Worker):
         return xllamacpp.Server(params)
 
     def reported(self) -> Answer:
-        """Return the parameters as the server left them."""
+        """Return the server's effective parameters."""
         params = self.params
         names = {"n_seq_max": "n_parallel", "type_k": "cache_type_k", "type_v": "cache_type_v"}
         same = {name: name for name in ("n_ctx", "n_batch", "n_ubatch")}
@@ -100,12 +100,12 @@ class XLlamaCpp(Worker):
         return timings
 
     def together(self, parallel: int, length: int, n: int) -> list[list[tuple[float, float]]]:
-        """Run as many completions of one prompt at once.
+        """Run concurrent completions of one prompt.
 
         Returns
         -------
         list
-            For each completion and token when it came, and the server's seconds of generation.
+            For each completion and token, its time and the server's seconds of generation.
         """
         came: list[list[tuple[float, float]]] = [[] for _ in range(parallel)]
         request = {"prompt": self.tokens(0, length), "max_tokens": n, "cache_prompt": False}
@@ -127,8 +127,8 @@ class XLlamaCpp(Worker):
         return came
 
     def do_decode(self, parallel: int, steps: int = 16, depth: int = 32) -> Answer:
-        """Seconds of the fastest step in which all completions took part."""
-        # They do not start at once, and tokens come late: only steps well inside count.
+        """Return the seconds of the fastest step with all completions."""
+        # They start at different times, and tokens arrive late: only steps well inside count.
         came = self.together(parallel, depth, steps + 8 + 2 * MARGIN)
         begin, end = max(c[0][0] for c in came), min(c[-1][0] for c in came)
         inside = [made for when, made in came[0] if begin <= when <= end][MARGIN:-MARGIN]
@@ -137,13 +137,13 @@ class XLlamaCpp(Worker):
         return {"seconds": min(b - a for a, b in pairwise(inside)), "tokens": parallel}
 
     def do_prefill(self, parallel: int, tokens: int = 512) -> Answer:
-        """Seconds of prompts that came together, to the first token of the last."""
+        """Return the seconds of concurrent prompts, up to the last one's first token."""
         each, start = tokens // parallel, time.perf_counter()
         came = self.together(parallel, each, 1)
         return {"seconds": max(c[-1][0] for c in came) - start, "tokens": each * parallel}
 
     def do_many(self, what: str, slots: int, alone: bool = False) -> Answer:
-        """Run as many completions at once as there are slots; each takes the next request."""
+        """Run one client per slot; each takes the next request."""
         waiting = list(enumerate(workload(what)))
         waiting.reverse()
         counts: list[int] = []
@@ -167,7 +167,7 @@ class XLlamaCpp(Worker):
         return {"seconds": time.perf_counter() - start, "tokens": sum(counts)}
 
     def do_prefix(self, how: str, n: int, tail: int = 16, path: str = "") -> Answer:
-        """Time one completion of one token; what it needs of the prefix is there or restored."""
+        """Time a completion of one token, with the prefix cached or restored."""
         self.turn += 1
         shared, server, first = self.tokens(0, n), self.server, self.turn * 5 * tail + n
         slot: Answer = {"id_slot": 0, "cache_prompt": how != "cold"}
@@ -175,7 +175,7 @@ class XLlamaCpp(Worker):
             self.complete(shared + self.tokens(first, tail), 1, **slot)
         elif how == "cache":
             server, slot = self.with_cache(n), {"cache_prompt": True}
-            # Another prompt takes the slot, so that the server puts the state aside.
+            # Another prompt takes the slot, so that the server stores the state.
             self.complete(self.tokens(7 * self.turn, 8), 1, server, **slot)
         elif how == "file":
             self.action("erase")
@@ -191,7 +191,7 @@ class XLlamaCpp(Worker):
         return {"ready": 0.0, "first": took, "evaluated": timings["prompt_n"]}
 
     def with_cache(self, n: int) -> Any:
-        """Return a server with one slot and a cache that holds the shared tokens."""
+        """Return a server with one slot and a cache for the shared tokens."""
         if self.cached is None or self.cached[0] != n:
             self.cached = None  # ends the server
             self.cached = (n, self.serve({**self.options, "n_seq_max": 1}, ram_mib=1024))
@@ -199,15 +199,15 @@ class XLlamaCpp(Worker):
         return self.cached[1]
 
     def do_reuse(self, work: str, ram_mib: int, quick: bool = False) -> Answer:
-        """Play a workload on a new server with so much RAM for prompts that lost their slot."""
+        """Play a workload on a new server with limited RAM for prompts that lost their slot."""
         if ram_mib < 0:
             raise NotThereError("evaluation of everything is ours")
         server = self.serve(self.options, ram_mib=ram_mib)
 
         def ask(prompt: list[int], n: int) -> tuple[list[int], int]:
             request = {"prompt": prompt, "max_tokens": n, "cache_prompt": True, **SAMPLING}
-            request["ignore_eos"] = False  # as everybody here
-            # Its answers say their token ids beside log-probabilities only.
+            request["ignore_eos"] = False  # as for all contestants
+            # Its answers contain token ids only with log probabilities.
             answer = server.handle_completions({**request, "logprobs": 1})
             if "timings" not in answer:
                 raise ValueError(f"no timings: {answer}")
@@ -234,7 +234,7 @@ class XLlamaCpp(Worker):
         return found
 
     def do_load_blob(self, path: str) -> Answer:
-        """Give slot 0 as many tokens: its files are of another layout, so they are evaluated."""
+        """Evaluate as many tokens in slot 0, because its files have another layout."""
         n = struct.unpack("<I", Path(path).read_bytes()[CELLS])[0]
         if n > min(self.options["n_ctx"], N_TRAIN.get(Path(self.path).name, n)):
             raise NotThereError("its server cuts contexts to what the model was trained for")
@@ -250,7 +250,7 @@ class XLlamaCpp(Worker):
         raise NotThereError("its states are files")
 
     def do_file(self, what: str, path: str, n: int, slices: int = 5) -> Answer:
-        """Seconds of one save or restore, as the server tells: the median."""
+        """Return the server's median seconds of a save or restore."""
         name, times = Path(path).name, []
         for _ in range(slices + 1):
             if what == "file_load":

@@ -183,7 +183,7 @@ def test_a_bias_forces_and_bans(ctx: LlamaContext) -> None:
     everything = Sampler(
         grammar="root ::= [0-9]", model=ctx.model, logit_bias=dict.fromkeys(order, -INF)
     )
-    with pytest.raises(DecodeError, match="grammar allows no further token beside logit_bias"):
+    with pytest.raises(DecodeError, match="grammar allows no further token with this logit_bias"):
         everything.sample(ctx)
 
 

@@ -182,7 +182,7 @@ class Stepper:
             ledger = cells.ledger
             n = len(ledger)
             if handle._sequence.is_closed:
-                error = ClosedError("the sequence was closed meanwhile")
+                error = ClosedError("the sequence was closed")
                 self._end(handle, "error", error, alone=True)
                 continue
             if handle._lane.is_overtaken:
@@ -296,7 +296,7 @@ class Stepper:
         while handle._siblings:
             sibling = handle._siblings[0]
             if sibling._sequence.is_closed:
-                sibling._end("error", ClosedError("the sequence was closed meanwhile"))
+                sibling._end("error", ClosedError("the sequence was closed"))
             elif self._branch(handle, sibling):
                 cached = self._schedule.cached(sibling)
                 if cached is not None:

@@ -282,7 +282,7 @@ cdef class Memory(Handle):
         if lib.shared(self.mem, seq, a[0], b[0]):
             raise UnsupportedOperation(
                 operation, f"sequence {seq} shares cells with another sequence, which would move too: "
-                "remove the other, or decode into a sequence of its own", "sequence")
+                "remove the other, or decode into a separate sequence", "sequence")
         if lib.window_dropped(self.mem, seq):
             raise UnsupportedOperation(
                 operation, "the sliding window has dropped cells of this sequence: "

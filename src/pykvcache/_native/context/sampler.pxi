@@ -369,7 +369,7 @@ cdef class Sampler:
         if self.it.grammar == NULL:
             return DecodeError("no token is left: logits, logit_bias and penalties exclude them all")
         return DecodeError(
-            "the grammar allows no further token" + (" beside logit_bias" if self.it.bias.size() else ""))
+            "the grammar allows no further token" + (" with this logit_bias" if self.it.bias.size() else ""))
 
 
 cdef lib.sampler_settings _settings(dict params):

@@ -51,8 +51,8 @@ void adapter_free(llama_adapter_lora * adapter, adapter_lock & lock) noexcept;
 int32_t adapter_metadata(const llama_adapter_lora * adapter, std::vector<std::string> & out) noexcept;
 std::vector<llama_token> adapter_invocation(const llama_adapter_lora * adapter);
 
-// Read the directions of a control vector, layer by layer, zeros for missing layers. `problem` says what is missing
-// or superfluous in the file. CAUGHT if out of memory.
+// Read the directions of a control vector, layer by layer, zeros for missing layers. `problem` names missing or
+// superfluous tensors. CAUGHT if out of memory.
 int32_t control_load(const char * path, int32_t n_layer, int32_t n_embd, std::vector<float> & out, std::string & problem) noexcept;
 
 }  // namespace pykv

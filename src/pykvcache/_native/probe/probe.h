@@ -126,7 +126,7 @@ int64_t  n_free(const memory * m, llama_seq_id seq);
 bool extent(const memory * m, llama_seq_id seq, llama_pos & lo, llama_pos & hi);
 // Whether cells can be moved in all caches of the memory, because their order has no meaning.
 bool can_compact(const memory * m);
-// What a removal of [p0, p1) amounts to.
+// Effect of a removal of [p0, p1).
 enum removal {
     REMOVE_NOTHING,  // the range is empty
     REMOVE_EMPTY,    // the whole sequence, which has no cells

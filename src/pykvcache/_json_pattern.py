@@ -43,7 +43,7 @@ def convertible_pattern(pattern: str) -> str:
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
-        raise UnsupportedPattern(f"it is no regular expression: {error}") from None
+        raise UnsupportedPattern(f"it is not a regular expression: {error}") from None
     return _Reader(pattern).read()
 
 

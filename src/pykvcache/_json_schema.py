@@ -74,9 +74,9 @@ def as_schema(given: object, what: str) -> Schema:
         text = given if isinstance(given, str) else json.dumps(given, default=_mapping)
         schema = json.loads(text, parse_constant=_no_constant)
     except (TypeError, ValueError, RecursionError) as error:
-        raise GrammarError(f"{what} is no JSON schema: {error}", what=what) from None
+        raise GrammarError(f"{what} is not a JSON schema: {error}", what=what) from None
     if not isinstance(schema, dict):
-        raise GrammarError(f"{what} is no JSON schema: it must be an object", what=what)
+        raise GrammarError(f"{what} is not a JSON schema: it must be an object", what=what)
     return schema
 
 
@@ -128,12 +128,12 @@ def convertible(schema: Schema, *, strict: bool, what: str) -> Schema:
         if isinstance(error, GrammarError):
             raise
         # A keyword has a value of another type than JSON Schema says.
-        raise GrammarError(f"{what} is no JSON schema: {error}", what=what) from None
+        raise GrammarError(f"{what} is not a JSON schema: {error}", what=what) from None
     if writer.ignored and strict:
         text = ", ".join(writer.ignored[:20])
         raise GrammarError(
-            f"{what} has keywords that a grammar does not hold to: {text}. Pass strict=False to "
-            "leave them out",
+            f"{what} has keywords that a grammar cannot enforce: {text}. Pass strict=False to "
+            "ignore them",
             what=what,
             value=tuple(writer.ignored),
         )
@@ -510,7 +510,7 @@ def _of_number(value: float, schema: Schema, name: str) -> Iterator[str]:
             yield f"{name} is {value}, and its {key} is {schema[key]}"
     step = schema.get("multipleOf")
     if step and abs(value / step - round(value / step)) > 1e-9:
-        yield f"{name} is {value}, which is no multiple of {step}"
+        yield f"{name} is {value}, which is not a multiple of {step}"
 
 
 def _of_array(value: list[Any], schema: Schema, root: Schema, at: str, depth: int) -> Iterator[str]:

@@ -156,7 +156,9 @@ class ChatFormat:
         try:
             found = json.loads(self._native.parse(text.encode("utf-8", "surrogatepass"), partial))
         except _NATIVE_ERRORS as error:
-            raise ChatParseError(f"the text is no message of this model: {error}", text) from None
+            raise ChatParseError(
+                f"the text is not a message of this model: {error}", text
+            ) from None
         calls = tuple(self._call(one, text, partial=partial) for one in found["tool_calls"])
         return ChatMessage(found["content"], found["reasoning"], calls)
 
@@ -181,9 +183,9 @@ def _arguments(name: str, given: str, text: str) -> dict[str, Any]:
     try:
         arguments = json.loads(given or "{}")
     except (ValueError, RecursionError) as error:
-        raise ChatParseError(f"the arguments of {name} are no JSON: {error}", text, name) from None
+        raise ChatParseError(f"the arguments of {name} are not JSON: {error}", text, name) from None
     if not isinstance(arguments, dict):
-        raise ChatParseError(f"the arguments of {name} are no JSON object", text, name)
+        raise ChatParseError(f"the arguments of {name} are not a JSON object", text, name)
     return arguments
 
 

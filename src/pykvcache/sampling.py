@@ -479,7 +479,7 @@ def _stages(given: Sequence[str | StageCall] | None) -> tuple[str | StageCall, .
             raise TypeError(f"a stage must be a name or a call, not {type(one).__name__}")
         if one not in _ORDER:
             raise ArgumentError(
-                f"{one!r} is no stage: there are {', '.join(_ORDER)}, and calls", "stages", one
+                f"{one!r} is not a stage: use {', '.join(_ORDER)} or calls", "stages", one
             )
         if one in found[:i]:
             raise ArgumentError(f"stages names {one!r} twice", "stages", one)

@@ -186,11 +186,11 @@ class Stepper:
                 self._end(handle, "error", error, alone=True)
                 continue
             if handle._lane.is_overtaken:
-                newer = OvertakenError("another generation has gone on with this sequence")
+                newer = OvertakenError("a newer generation has continued this sequence")
                 self._end(handle, "error", newer, alone=True)
                 continue
             if not n:
-                lost = ValueError("the sequence has no tokens any more")
+                lost = ValueError("the sequence has no tokens left")
                 self._end(handle, "error", lost, alone=True)
                 continue
             if n > self._most:

@@ -1,6 +1,6 @@
-# Enable C and C++, or say in one line that there is no compiler.
+# Enable C and C++, or report a missing compiler in one line.
 #
-# A message that begins with a space is printed as it is; any other is folded.
+# CMake prints messages that begin with a space unchanged; it folds others.
 
 include(CheckLanguage)
 foreach(language C CXX)

@@ -1,14 +1,14 @@
 # Find or fetch llama.cpp and define its static target `llama`.
 #
-# LLAMA_CPP_SOURCE_DIR (environment or -D) names a tree of one's own; otherwise
-# vendor/llama.cpp is used and filled by vendor/fetch.py. No GPU backend is named
-# here, so CMAKE_ARGS="-DGGML_CUDA=ON" reaches ggml untouched.
+# LLAMA_CPP_SOURCE_DIR (environment or -D) names another tree; otherwise vendor/fetch.py
+# fills vendor/llama.cpp. No GPU backend is named here, so CMAKE_ARGS="-DGGML_CUDA=ON"
+# reaches ggml unchanged.
 
 if(NOT LLAMA_CPP_SOURCE_DIR AND DEFINED ENV{LLAMA_CPP_SOURCE_DIR})
   set(LLAMA_CPP_SOURCE_DIR "$ENV{LLAMA_CPP_SOURCE_DIR}")
 endif()
 
-# What llama.cpp could do itself and is done faster here; or, to follow another llama.cpp, without it.
+# fast/ redoes operations of llama.cpp faster. A plain build, for another llama.cpp, omits it.
 option(PYKVCACHE_PLAIN "Change memories by llama.cpp's own functions alone" OFF)
 
 if(LLAMA_CPP_SOURCE_DIR)
@@ -31,7 +31,7 @@ endif()
 message(STATUS "pykvcache: llama.cpp sources in ${LLAMA_CPP_SOURCE_DIR}")
 include(Pin)
 
-# Debug builds of ggml abort in more places: Release always, unless asked.
+# Release by default, because debug builds of ggml abort in more places.
 if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
   set(CMAKE_BUILD_TYPE Release)
 endif()
@@ -48,12 +48,12 @@ foreach(extra APP COMMON TOOLS TESTS EXAMPLES SERVER UI MTMD)
 endforeach()
 set(LLAMA_OPENSSL OFF)
 
-# ggml's AMX code takes products of one matrix with one, and reads and writes elsewhere where there are more, as with
-# several recurrent sequences. With this option it is built, for this machine only, and models of other products are loaded
-# without it (_native/guard/header.cpp). Off, because no machine with AMX has run it yet.
+# ggml's AMX code supports products of one matrix with one; with more, as for several recurrent sequences, it accesses
+# wrong places. This option builds it, for this machine only; models with other products are loaded without it
+# (_native/guard/header.cpp). Off, because no machine with AMX has run it yet.
 option(PYKVCACHE_AMX "Build ggml's AMX code, for models that multiply by single matrices" OFF)
 if(PYKVCACHE_AMX)
-  # GCC PR 114098: the stores that _tile_loadconfig reads are dropped.
+  # GCC PR 114098: drops the stores that _tile_loadconfig reads.
   set(gcc "${CMAKE_CXX_COMPILER_VERSION}")
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND (gcc VERSION_LESS 11.5 OR (gcc MATCHES "^12" AND gcc VERSION_LESS 12.4)
                                                OR (gcc MATCHES "^13" AND gcc VERSION_LESS 13.3)))
@@ -80,13 +80,13 @@ if(TARGET ggml-cpu AND PYKVCACHE_KNOWS_AMX AND NOT PYKVCACHE_AMX)
   target_compile_options(ggml-cpu PRIVATE -mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
 endif()
 
-# ggml's C code reports a broken precondition through a callback of ours, which throws (_native/guard/guarded.h).
+# ggml's C code reports broken preconditions through our callback, which throws (_native/guard/guarded.h).
 if(CMAKE_CXX_COMPILER_ID MATCHES "GNU|Clang" AND TARGET ggml-cpu)
   target_compile_options(ggml-base PRIVATE $<$<COMPILE_LANGUAGE:C>:-fexceptions>)
   target_compile_options(ggml-cpu PRIVATE $<$<COMPILE_LANGUAGE:C>:-fexceptions>)
 endif()
 
-# In ggml's directory, and in that of the copies of its CPU code.
+# For ggml's directory, and that of the copies of its CPU code.
 if(CMAKE_SYSTEM_NAME STREQUAL "Linux" AND CMAKE_CXX_COMPILER_ID MATCHES "GNU|Clang" AND TARGET ggml-cpu AND NOT PYKVCACHE_PLAIN
    AND EXISTS "${LLAMA_CPP_SOURCE_DIR}/ggml/src/ggml-cpu/simd-mappings.h")
   set_property(SOURCE "${LLAMA_CPP_SOURCE_DIR}/ggml/src/ggml-cpu/ops.cpp" TARGET_DIRECTORY ggml-cpu

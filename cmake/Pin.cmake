@@ -1,9 +1,9 @@
-# What is read of llama.cpp beyond llama.h, and is not the same in every llama.cpp.
+# Detects private names of llama.cpp that differ between versions.
 #
-# Sets PYKVCACHE_HAS: a macro for each accessor that this one has (_native/probe/probe_pin.h reads them). A tree
-# that cannot be built against is refused here in one line, before anything is compiled.
+# Sets PYKVCACHE_HAS: a macro for each accessor of this version, for _native/probe/probe_pin.h. Refuses an unsupported
+# tree with one line before anything is compiled.
 
-# How states are laid out goes by this number; probe_state.h says what each of them has.
+# This number defines the layout of states; probe_state.h describes the versions.
 set(known 3 4)
 file(STRINGS "${LLAMA_CPP_SOURCE_DIR}/include/llama.h" version REGEX "define LLAMA_STATE_SEQ_VERSION ")
 string(REGEX MATCH "[0-9]+$" version "${version}")
@@ -27,7 +27,7 @@ foreach(accessor "src/llama-kv-cells.h seq_pos_get" "src/llama-kv-cache.h get_st
   endif()
 endforeach()
 
-# Of a tree of one's own, the files that read its private headers are tried first.
+# For another tree, first try to compile the files that include its private headers.
 if(PYKVCACHE_OWN_LLAMA_CPP AND NOT "${PYKVCACHE_FITS}" STREQUAL "${LLAMA_CPP_SOURCE_DIR} ${PYKVCACHE_PLAIN}")
   set(native "${PROJECT_SOURCE_DIR}/src/pykvcache/_native")
   set(folders . context facts guard probe state text threads)

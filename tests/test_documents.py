@@ -1,4 +1,4 @@
-"""What the documents say about files is so: named files exist, and files are named."""
+"""Files and messages named in documents exist, and modules are in the layers."""
 
 from __future__ import annotations
 

@@ -156,9 +156,9 @@ def test_a_message_goes_back_into_the_template(vocab: LlamaModel, hermes: Any) -
         ('{"days": 3}', "lacks 'place'"),
         ('{"place": 3}', "place must be of type string, and is 3"),
         ('{"place": "Paris", "days": 1.5}', "days must be of type integer"),
-        ('{"place": "Paris"', "no message"),
-        ('{"place": Paris}', "no message"),
-        ("[]", "lacks 'place'|no JSON object|no message"),
+        ('{"place": "Paris"', "not a message"),
+        ('{"place": Paris}', "not a message"),
+        ("[]", "lacks 'place'|not a JSON object|not a message"),
     ],
 )
 def test_wrong_arguments_are_an_error_with_the_text(hermes: Any, arguments: str, why: str) -> None:
@@ -272,7 +272,7 @@ def test_formats_are_found_once(vocab: LlamaModel) -> None:
         ({"tools": [CLOCK], "tool_choice": "required"}, UnsupportedOperation, "no tool calls"),
         ({"tools": [CLOCK], "json_schema": {}}, ArgumentError, "without tools"),
         ({"json_schema": {"type": "number", "minimum": 0}}, GrammarError, "minimum"),
-        ({"json_schema": 5}, GrammarError, "no JSON schema"),
+        ({"json_schema": 5}, GrammarError, "not a JSON schema"),
         ({"template": "{{ raise_exception('no') }}"}, ChatTemplateError, "no"),
         ({"template": "{% for"}, ChatTemplateError, "template"),
         (
@@ -377,7 +377,7 @@ def test_keywords_that_the_grammar_ignores_are_checked_afterwards(vocab: LlamaMo
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     template = source("Qwen-Qwen2.5-7B-Instruct")
     assert vocab.parse_chat(call('{"n": 10}', "f"), tools=tools, template=template).tool_calls
-    with pytest.raises(ChatParseError, match="no multiple of 5"):
+    with pytest.raises(ChatParseError, match="not a multiple of 5"):
         vocab.parse_chat(call('{"n": 7}', "f"), tools=tools, template=template)
 
 

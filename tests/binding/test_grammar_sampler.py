@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import pytest
 from binding.conftest import Child
 from binding.kit import words
 from pykvcache import Sampler
-from pykvcache.errors import DecodeError, UnsupportedOperation
+from pykvcache.errors import DecodeError, GrammarError, UnsupportedOperation
 from support.sanitizer import SANITIZED
 
 DIGITS = "root ::= [0-9]+"
@@ -117,6 +117,16 @@ def test_a_grammar_needs_a_model_with_a_vocabulary(model: Any) -> None:
     for wrong in ("model", 5, object()):
         with pytest.raises(TypeError):
             Sampler(grammar=DIGITS, model=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("n", "is_fine"), [(20, True), (50, False), (2000, False)])
+def test_nested_repetitions_of_what_may_be_empty_are_bounded(
+    model: Any, n: int, is_fine: bool
+) -> None:
+    """llama.cpp tries every way to skip them: for n = 50 a token takes minutes."""
+    grammar = f'root ::= x{{0,{n}}}\nx ::= y{{0,{n}}}\ny ::= "a"?'
+    with nullcontext() if is_fine else pytest.raises(GrammarError, match="may be empty"):
+        Sampler(grammar=grammar, model=model("llama"))
 
 
 @pytest.mark.parametrize("grammar", [5, b"root ::= [0-9]", True, ["a"], "root ::= [0-9]\0"])

@@ -256,7 +256,7 @@ def chained(n: int) -> dict[str, Any]:
     ("schema", "why"),
     [
         (nested(65), "nested deeper than 64"),
-        (nested(5000), "no JSON schema|nested deeper"),
+        (nested(5000), "not a JSON schema|nested deeper"),
         (chained(1000), "nested deeper than 64"),
         ({"properties": {f"p{i}": {} for i in range(201)}}, "201 properties are optional"),
         ({"anyOf": [{"const": i} for i in range(5000)]}, "more than 4096 schemas"),
@@ -275,9 +275,9 @@ def chained(n: int) -> dict[str, Any]:
         ({"properties": {"a": False}}, "no value is allowed"),
         ({"properties": [], "type": "object"}, "'properties' must be an object"),
         ({"required": ["a"], "properties": {}, "additionalProperties": False}, "not allowed"),
-        ("{", "no JSON schema"),
+        ("{", "not a JSON schema"),
         ("[]", "it must be an object"),
-        ({"const": object()}, "no JSON schema"),
+        ({"const": object()}, "not a JSON schema"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "left recursion"),
     ],
 )

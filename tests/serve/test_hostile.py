@@ -63,6 +63,9 @@ BODIES = [
     pytest.param({"messages": MESSAGES, "temperature": 1e308}, id="hot"),
     pytest.param({"messages": MESSAGES, "grammar": "root ::= root"}, id="endless grammar"),
     pytest.param({"messages": MESSAGES, "grammar": 'root ::= "a"{1,99999999}'}, id="repeats"),
+    pytest.param(
+        {"messages": MESSAGES, "grammar": 'root ::= (("a"?){0,90}){0,90}'}, id="empty repeats"
+    ),
     pytest.param({"messages": MESSAGES, "tools": [TOOL] * 2}, id="two tools of one name"),
     pytest.param({"messages": MESSAGES, "tools": "x" * 1000}, id="tools are text"),
     pytest.param({"messages": [{"role": "user", "content": "a " * 10**6}]}, id="long prompt"),

@@ -2,6 +2,7 @@
 // prints errors to stderr without returning them.
 #include "probe_sampler.h"
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -62,6 +63,50 @@ void find_undefined(const llama_grammar_parser & parser, const std::string & tex
         }
         return;
     }
+}
+
+// llama.cpp keeps a stack for each way to skip elements that may be empty, and compares all stacks at each character:
+// with 2,500 of them, as of (("a"?){0,50}){0,50}, a token takes minutes.
+constexpr double WAYS_MAX = 500;
+
+struct ways {
+    double n = -1;         // to skip elements at the start of a rule; -1 until it is known
+    bool   empty = false;  // whether the rule may be empty
+};
+
+const ways & count_ways(const llama_grammar_rules & rules, std::vector<ways> & known, size_t id) {
+    ways & it = known[id];
+    if (it.n >= 0) {
+        return it;
+    }
+    it.n = 0;  // llama.cpp refuses rules that begin with themselves
+    double here = 0;
+    bool   skips = true;
+    for (const auto & element : rules[id]) {
+        if (element.type == LLAMA_GRETYPE_ALT || element.type == LLAMA_GRETYPE_END) {
+            it.n = std::max(it.n, here);
+            it.empty = it.empty || skips;
+            here = 0;
+            skips = true;
+        } else if (skips && element.type == LLAMA_GRETYPE_RULE_REF && element.value < rules.size()) {
+            const ways & inner = count_ways(rules, known, element.value);
+            here += std::max(inner.n, 1.0);
+            skips = inner.empty;
+        } else if (skips) {
+            here += 1;
+            skips = false;
+        }
+    }
+    return it;
+}
+
+double most_ways(const llama_grammar_rules & rules) {
+    std::vector<ways> known(rules.size());
+    double            most = 0;
+    for (size_t id = 0; id < rules.size(); id++) {
+        most = std::max(most, count_ways(rules, known, id).n);
+    }
+    return most;
 }
 
 // Bounds lazy grammars: llama.cpp keeps all text before the trigger and searches it again after each token.
@@ -191,6 +236,9 @@ int32_t find_grammar_fault(const llama_vocab * vocab, const char * grammar, gram
             fault.why = "there is no rule in it";
         }
         find_undefined(parser, text, places, fault);
+        if (fault.why.empty() && most_ways(parser.rules) > WAYS_MAX) {
+            fault.why = "repeated parts that may be empty are nested too deeply";
+        }
     });
 }
 

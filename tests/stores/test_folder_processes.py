@@ -74,7 +74,9 @@ def test_kill_9_loses_only_the_block_that_was_being_written(
     dice = random.Random(1)
     n_checked = 0
     monkeypatch.setattr(folder, "_STALE_SECONDS", 0.0)
-    for round_ in range(4):
+    for round_ in range(20):
+        if round_ >= 4 and n_checked:  # on a busy machine the last block may be gone each time
+            break
         with contextlib.ExitStack() as stack:
             writers = [
                 stack.enter_context(running("write", tmp_path, f"{round_}.{i}")) for i in range(2)

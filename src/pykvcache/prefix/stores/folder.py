@@ -391,8 +391,12 @@ class FolderStore(BlockStore):
         for key, view, used in new:
             if self._files.stat(key) is not None:
                 rows.add(key, len(view), used)  # a store that was opened may have removed it
-            elif not self._files.has_writer(key):
+            elif not self._is_coming(key):
                 rows.remove(key)
+
+    def _is_coming(self, key: bytes) -> bool:
+        """Return whether a process is writing a block, or has just written it."""
+        return self._files.has_writer(key) or self._files.stat(key) is not None
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark blocks as used now, in one transaction; see `BlockStore.touch`."""
@@ -492,7 +496,8 @@ class FolderStore(BlockStore):
                     rows.add(key, facts.st_size, min(facts.st_mtime_ns, time.time_ns()))
                     n_added += 1
             for key in known - there:
-                rows.remove(key)
+                if not self._is_coming(key):
+                    rows.remove(key)
         self.counters.add(rebuilt=n_added > 0)
 
     def _failed(self, error: Exception) -> str:

@@ -219,7 +219,7 @@ class Fuzz(Arguments):
                     pool.pop(self.rng.randrange(len(pool)))
 
     def make(self, kind: type) -> None:
-        """Make a new object, and let go of an old one in one of several ways."""
+        """Make a new object, and drop an old one in one of several ways."""
         rng, pool = self.rng, self.pool[kind]
         args, named = self.arguments(kind.__init__)
         if kind is LlamaContext:

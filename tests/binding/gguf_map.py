@@ -31,7 +31,7 @@ class Map:
         return sorted({place.offset for place in self.thinned()} | {self.data})
 
     def thinned(self, keep: int = 6) -> list[Place]:
-        """Of the many fields of one array only the first and last few."""
+        """Return only the first and last few fields of an array."""
         by_name: dict[str, list[Place]] = {}
         for place in self.places:
             by_name.setdefault(place.name, []).append(place)

@@ -56,7 +56,7 @@ def test_files_cut_short_or_with_a_zeroed_field_are_refused_or_used(
 
 
 def damaged(path: Path, name: str, keys: dict[str, Any]) -> Path:
-    """Write a generated model with other keys, without those that are None."""
+    """Write a generated model with changed keys; None removes a key."""
     info = MODELS[name]
     words = info.vocab()
     plan = info.plan(info.sizes, len(words))

@@ -1,4 +1,4 @@
-"""The compiled layer leans on the GIL: a free-threaded Python has it on, or an ImportError."""
+"""The compiled layer needs the GIL: a free-threaded Python enables it, or the import fails."""
 
 from __future__ import annotations
 

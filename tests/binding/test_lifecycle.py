@@ -1,4 +1,4 @@
-"""Closing, dropping, copying: in every order, without a crash, a leak or a lie."""
+"""Closing, dropping and copying in every order, without crashes, leaks or wrong results."""
 
 from __future__ import annotations
 

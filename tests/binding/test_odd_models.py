@@ -16,7 +16,7 @@ from support.odd_models import cogvlm, gpt2
 
 
 def test_a_graph_that_gives_logits_of_all_tokens_is_refused(tmp_path: Path) -> None:
-    """llama.cpp takes the first rows for those that were asked for."""
+    """llama.cpp reads the first rows instead of the requested ones."""
     path = tmp_path / "cogvlm.gguf"
     write_gguf(path, cogvlm(Sizes(n_head_kv=4), len(vocab.spm())), vocab.spm(), 0)
     with LlamaModel(path) as model, pytest.raises(ContextCreateError, match="logits of all tokens"):

@@ -152,7 +152,7 @@ for n_threads in (1, 2, 4, 20):
 
 @pytest.mark.parametrize("n_callers", [1, 3])
 def test_a_copy_does_not_wait_for_a_late_worker(n_callers: int, child: Child, model: Any) -> None:
-    """On one processor no worker begins in time: the caller copies all of it."""
+    """On one processor no worker starts in time, so the caller copies everything."""
     code = f"""
 import os, sys, threading, time
 import numpy as np

@@ -70,14 +70,14 @@ class Case:
 
     @property
     def tolerance(self) -> float:
-        """How far logits may be from those of a fresh run."""
+        """Tolerance of logits against a fresh run."""
         # A GELU is a table over f16 values: the last bit of an f32 sum may choose another
         # entry. That is rare and makes up to 3.5e-3; anything wrong makes 0.05 and more.
         return 10 * RIGHT if self.name in ("bert", "gemma3", "t5") else RIGHT
 
     @property
     def has_states(self) -> bool:
-        """Whether its sequences can be taken out as bytes."""
+        """Whether its sequences have states."""
         return self.info.has_states
 
     @property
@@ -210,7 +210,7 @@ class Bench:
         self._cells()
 
     def _cells(self) -> None:
-        """The attention cells are those of the sequences, each at its own position."""
+        """Check that the attention cells match the sequences, each at its own position."""
         filled = {seq: tokens for seq, tokens in self.held.items() if tokens}
         assert set(self.ctx.sequences()) == set(filled)
         if self.case.info.memory == "recurrent":

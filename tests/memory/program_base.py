@@ -109,7 +109,7 @@ class ProgramBase(RuleBasedStateMachine):
         return outcome == DONE
 
     def compare_logits(self, seq: int, tokens: list[int], row: int) -> None:
-        """The logits that a decode gave are those of the ledger, or of a fresh run."""
+        """Check a decode's logits against the ledger or a fresh run."""
         given = self.ctx.logits(row) if self.case.info.has_memory else self.ctx.seq_embeddings(seq)
         known = self.ref.tokens[seq] if self.case.info.has_memory else tokens
         if self.ledger is not None:
@@ -150,7 +150,7 @@ class ProgramBase(RuleBasedStateMachine):
 
     @invariant()
     def cells_are_shared_as_they_should(self) -> None:
-        """The cells of the context are those of the reference, each with the same sequences."""
+        """Check the context's cells and their sequences against the reference."""
         if self.case.info.has_recurrent_state:
             self._states_are_shared()
         if self.case.info.memory in ("none", "recurrent"):

@@ -19,7 +19,7 @@ SEQ = st.integers(0, N_SEQ - 1)
 
 
 class Edge(NamedTuple):
-    """An end of a range: so many eighths of the way through what a sequence holds, and a bit."""
+    """An end of a range: a number of eighths of a sequence's length, plus an offset."""
 
     eighths: int
     offset: int = 0
@@ -228,7 +228,7 @@ class Program(ProgramBase):
 
     @rule(target=saved, seq=SEQ)
     def read(self, seq: int) -> tuple[SequenceKV, Saved]:
-        """Take keys and values out; they are those of the ledger."""
+        """Read keys and values, and compare them with the ledger."""
         if not self.do("kv", self.ref.read(), seq):
             return SequenceKV(np.empty(0, np.int32), []), self.ref.save(seq, None)
         arrays: SequenceKV = self.result
@@ -244,7 +244,7 @@ class Program(ProgramBase):
         return arrays, self.ref.save(seq, cells)
 
     def compare_arrays(self, cells: Cells, arrays: SequenceKV) -> None:
-        """Keys and values are those of the ledger; a window may have fewer."""
+        """Check keys and values against the ledger; a window may have fewer."""
         assert self.ledger is not None
         order = np.argsort(cells.pos)
         order = order[np.isin(cells.pos[order], arrays.positions)]

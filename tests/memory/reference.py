@@ -1,4 +1,4 @@
-"""What the memory operations mean, in plain Python: which cells each sequence holds.
+"""Reference of the memory operations in plain Python: the cells of each sequence.
 
 Each method says which outcomes are right, and what a call that succeeds does. It knows nothing
 of llama.cpp, and only one thing that a context decides by itself: where a window cache has

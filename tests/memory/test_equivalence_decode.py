@@ -1,4 +1,4 @@
-"""However tokens reach a sequence, its next logits are those of a fresh run.
+"""The next logits equal those of a fresh run, however tokens reach a sequence.
 
 Closely, not bit for bit: other batch shapes take other matrix kernels, which add in another
 order. The difference is near 1e-5 (2e-4 on gemma3, whose GELU is a table), far below `RIGHT`.

@@ -122,7 +122,7 @@ def test_keys_and_values_of_the_two_ways_differ(make_minimax: Make) -> None:
 def test_a_state_that_does_not_say_how_it_was_computed_is_refused(
     way: str, make_minimax: Make
 ) -> None:
-    """As those of versions that did not know of it: of both ways they looked alike."""
+    """Like states of versions without this entry, which looked alike in both modes."""
     ctx = make_minimax(**{**ASKS, **DENSE}[way])
     ctx.decode(words(2, 90))
     said = ctx.sequence_state(0)

@@ -1,4 +1,4 @@
-"""What no fresh run can stand in for: middle removals, partial shifts, divisions.
+"""Operations without an equal fresh run: middle removals, partial shifts, divisions.
 
 The NumPy ledger says what is right. It computes in float64 on its own, so agreement is close,
 not exact: 1e-5 on llama, 2e-4 on gemma3, whose GELU is a table in llama.cpp.

@@ -43,7 +43,7 @@ def options(kind: str) -> dict[str, Any]:
 
 
 def stored(part: Part, i: int) -> NDArray[np.float32]:
-    """Values of tensor i as they are stored, (n_cells, n_head, head_dim)."""
+    """Return the stored values of tensor i, (n_cells, n_head, head_dim)."""
     rows, tensor = part.layout.rows[i], part.tensors[i]
     if part.is_transposed(i):
         tensor = tensor.transpose(1, 0, 2)

@@ -1,4 +1,4 @@
-"""llama.cpp's own files beside llama.cpp itself: its functions in a small program, and its server.
+"""llama.cpp's own files, compared with llama.cpp: its functions in a small program, and its server.
 
 The program is linked to the libraries of this build; where there is no build tree or no compiler
 it is skipped. The server is that of xllamacpp, where one is installed that writes this version.

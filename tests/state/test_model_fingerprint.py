@@ -1,4 +1,4 @@
-"""`LlamaModel.fingerprint`: the same for the same weights wherever they lie, and for no others."""
+"""`LlamaModel.fingerprint` is equal for equal weights in any place, and only for those."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def test_an_empty_sequence_goes_back_to_nothing(case: Case, bench: MakeBench) ->
 
 
 def is_aborted(b: Bench, before: PartialState, delay: float) -> bool:
-    """Whether a long decode was stopped; one that was done before the stop is taken back."""
+    """Return whether a long decode was stopped; undo one that finished before."""
     thread = stop_soon(b.ctx, delay)
     try:
         b.ctx.decode(b.prompt(3500))

@@ -76,7 +76,7 @@ PARTS += ("shifted", "last shifted", "divided", "written")
 
 
 def change_it(ctx: LlamaContext, change: str) -> bool:
-    """Whether it could be done."""
+    """Return whether it succeeded."""
     try:
         return CHANGES[change](ctx) is not False
     except UnsupportedOperation:

@@ -53,7 +53,7 @@ def gemma3(sizes: Sizes, n_vocab: int) -> Blueprint:
 
 
 def llama4(sizes: Sizes, n_vocab: int) -> Blueprint:
-    """Chunks of 8,192 positions in three of four layers; none of the experts that it must have."""
+    """Chunks of 8,192 positions in three of four layers; the required experts are in no layer."""
     plan = base("llama4", sizes)
     plan.keys |= heads(sizes) | rope()
     plan.keys |= {

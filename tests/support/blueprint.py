@@ -1,4 +1,4 @@
-"""What a generated model consists of: sizes, metadata keys and tensors with how to fill them.
+"""Plan of a generated model: sizes, metadata keys, and tensors with their distributions.
 
 Shapes are in NumPy order (rows first), the reverse of ggml's, so a weight that maps
 ``n_in`` values to ``n_out`` has the shape ``(n_out, n_in)``.

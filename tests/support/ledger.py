@@ -1,4 +1,4 @@
-"""The ledger: what each sequence holds, as explicit cells.
+"""The ledger: the explicit cells of each sequence.
 
 This defines what "right" means for the memory operations: a cell keeps the K and V computed
 when its token was decoded, K is rotated to the position that the cell has *now*, and a query

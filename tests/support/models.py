@@ -36,7 +36,7 @@ USUAL = (
 
 
 def usual(names: Iterable[str]) -> list[str]:
-    """Return those of some models that a run takes."""
+    """Return the models that this run uses, out of the given ones."""
     return [name for name in names if EVERY_MODEL or name in USUAL]
 
 
@@ -96,12 +96,12 @@ class ModelInfo:
 
     @property
     def has_memory(self) -> bool:
-        """Whether a context keeps anything between two decodes."""
+        """Whether a context has a memory."""
         return self.memory != "none"
 
     @property
     def has_recurrent_state(self) -> bool:
-        """Whether some layer folds its past into one state instead of keeping cells."""
+        """Whether some layer is recurrent."""
         return self.memory in ("recurrent", "hybrid", "hybrid-sliding-window")
 
     @property
@@ -111,17 +111,17 @@ class ModelInfo:
 
     @property
     def can_cache(self) -> bool:
-        """Whether a `PrefixCache` can keep what a sequence holds, if only within its context."""
+        """Whether a `PrefixCache` can store sequences, at least within its context."""
         return self.has_memory and not self.has_encoder
 
     @property
     def has_rest(self) -> bool:
-        """Whether a part of what a sequence holds cannot be rewound: a window, a state."""
+        """Whether a part of the memory cannot be rewound: a window or a state."""
         return self.has_recurrent_state or bool(self.n_swa) or self.arch == "deepseek4"
 
     @property
     def has_arrays(self) -> bool:
-        """Whether keys and values are all that it keeps of a token, or states of all of them."""
+        """Whether the memory consists of keys, values and states only."""
         return self.has_states and not self.bounded
 
     @property

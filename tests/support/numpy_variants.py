@@ -17,7 +17,7 @@ from .numpy_llama import LedgerLlama, attend, read_model
 
 
 class RotatesHalves(LedgerLlama):
-    """RoPE on pairs whose two values lie half a head apart."""
+    """RoPE on pairs of values half a head apart."""
 
     def rotate(self, x: Floats, pos: Ints) -> Floats:
         half = self.head // 2

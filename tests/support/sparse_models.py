@@ -1,4 +1,4 @@
-"""Metadata and tensors of architectures whose memory is none of the common classes.
+"""Metadata and tensors of architectures with uncommon memory classes.
 
 Latent attention with an indexer that picks the cells to attend to, compressed caches,
 hyper-connections. Each is as small as its graph allows.

@@ -42,7 +42,7 @@ def ids(values: NDArray[Any], row: int = 0) -> list[int]:
 
 
 def stored(cache: Any, row: int = 0) -> list[int]:
-    """Return the token ids that a cache holds, as they lie."""
+    """Return a cache's token ids in memory order."""
     return ids(cache.state[1], row) if len(cache.state) else []
 
 

@@ -1,4 +1,4 @@
-"""Rings by example: the order in which they lie, masks, states; of one row and of several."""
+"""Rings by example: memory order, masks and states, of one row and of several."""
 
 from __future__ import annotations
 

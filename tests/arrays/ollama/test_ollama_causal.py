@@ -471,7 +471,7 @@ def test_put_converts_numbers_and_lists() -> None:
 
 
 def test_put_checks_the_number_of_tokens_of_every_pass() -> None:
-    """The fast path of put must not outlive the pass that it was opened for."""
+    """The fast path of put must not outlive its pass."""
     cache = causal()
     three, single = np.ones((3, 1, 1), np.float32), one(1)
     cache.start_forward(range(3), [0] * 3)

@@ -3,13 +3,13 @@
 ====================  ==============================================================
 `app`, `server`       routes, keys, errors, logs; uvicorn
 `models`, `engine`    which models are loaded; a bounded queue in front of each
-`schemas`, `prompts`  what requests say; messages as tokens with their boundaries
-`answers`             what comes of a generation, as events or as one object
+`schemas`, `prompts`  requests; messages as tokens with their boundaries
+`answers`             results of a generation, as events or as one object
 `openai`              chat completions, completions, embeddings, models
 `anthropic`           messages, with cache diagnostics
-`responses`           responses that later ones go on with
+`responses`           stored responses, which later ones continue
 `llama_server`        llama-server's own endpoints
-`cache`, `pins`       the prefix cache: seen and steered
+`cache`, `pins`       endpoints that show and steer the prefix cache
 ====================  ==============================================================
 """
 

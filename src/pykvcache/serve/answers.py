@@ -1,4 +1,4 @@
-"""Answers: what comes of a generation, as the events of a stream or as one object."""
+"""Answers: results of a generation, as the events of a stream or as one object."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Writer(ABC):
     Parameters
     ----------
     generation
-        What runs.
+        The running job.
     """
 
     def __init__(self, generation: Generation) -> None:
@@ -35,7 +35,7 @@ class Writer(ABC):
 
     @abstractmethod
     def write(self, piece: Piece) -> Iterator[bytes]:
-        """Yield the events of what is new."""
+        """Yield the events of a piece."""
 
     @abstractmethod
     def finish(self) -> Iterator[bytes]:
@@ -43,13 +43,13 @@ class Writer(ABC):
 
     @abstractmethod
     def body(self) -> Any:
-        """Return the whole answer, once it is finished."""
+        """Return the whole answer; called after `finish`."""
 
     async def keep(self) -> None:  # noqa: B027 (optional)
-        """Keep the answer, where the client wants that; called before `finish`."""
+        """Store the answer, where the client asks for it; called before `finish`."""
 
     def deltas(self, piece: Piece) -> list[Delta]:
-        """Return what is new of a chat's message."""
+        """Return the new parts of a chat's message."""
         reason = piece.finish_reason
         is_cut = reason not in (None, "stop")
         return self.streams[piece.index].feed(piece.raw, is_end=reason is not None, is_cut=is_cut)
@@ -75,7 +75,7 @@ async def answer(
     *,
     is_stream: bool,
 ) -> Response:
-    """Run a job and answer with what the writer makes of it.
+    """Run a job and return the writer's answer.
 
     Parameters
     ----------
@@ -127,13 +127,13 @@ class Part:
     kind
         ``"reasoning"``, ``"text"`` or ``"call"``.
     index
-        Its place in the message.
+        Its index in the message.
     id
-        Made for it.
+        Generated here.
     call_id, name
-        Of a call.
+        Of a tool call.
     text
-        What it says so far: of a call, its arguments as JSON.
+        Its text so far; of a call, the arguments as JSON.
     """
 
     kind: Literal["reasoning", "text", "call"]
@@ -145,16 +145,16 @@ class Part:
 
 
 class Parts:
-    """Cuts the deltas of one message into parts, of which the last one is open."""
+    """Splits the deltas of one message into parts, of which the last one is open."""
 
     def __init__(self) -> None:
         self.all: list[Part] = []
         self._open: tuple[str, int] | None = None
 
-    def cut(
+    def split(
         self, deltas: list[Delta], *, is_end: bool
     ) -> Iterator[tuple[Literal["open", "more", "close"], Part, str]]:
-        """Yield what happens to which part, and its new text."""
+        """Yield the event, its part, and the part's new text."""
         for delta in deltas:
             call = delta.call
             if call is not None:
@@ -167,16 +167,16 @@ class Parts:
                 key, text = ("text", 0), delta.content
                 new = Part("text", len(self.all), make_id("msg_"))
             if key != self._open:
-                yield from self._turn_to(key, new)
+                yield from self._open_part(key, new)
             if text:
                 self.all[-1].text += text
                 yield "more", self.all[-1], text
         if is_end:
-            if not self.all:  # an answer has one part at least
-                yield from self._turn_to(("text", 0), Part("text", 0, make_id("msg_")))
+            if not self.all:  # an answer has at least one part
+                yield from self._open_part(("text", 0), Part("text", 0, make_id("msg_")))
             yield from self._close()
 
-    def _turn_to(
+    def _open_part(
         self, key: tuple[str, int], new: Part
     ) -> Iterator[tuple[Literal["open", "close"], Part, str]]:
         yield from self._close()

@@ -125,7 +125,7 @@ def _mark(given: Any) -> dict[str, Any]:
 
 
 def _messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """Return an Anthropic message as one or more of OpenAI's: results of tools are their own."""
+    """Return an Anthropic message as OpenAI's, where each tool result is a message of its own."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         told = f"{where}.role is {role!r}: 'user' or 'assistant'"
@@ -181,12 +181,12 @@ def _tool_choice(choice: dict[str, Any]) -> str | dict[str, Any] | None:
     return _CHOICES[kind]
 
 
-# Why a prompt was not known -----------------------------------------------------------------------
+# Cache diagnostics -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a request consisted of, to compare a later one with."""
+    """Digests of a request's parts, to compare with those of a later one."""
 
     tenant: str
     model: str
@@ -198,7 +198,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, request: AnthropicRequest, generation: Generation) -> Fingerprint:
-        """Return that of a request."""
+        """Return the fingerprint of a request."""
         return cls(
             generation.job.namespace,
             generation.engine.name,
@@ -211,7 +211,7 @@ class Fingerprint:
 
 
 def _digest(thing: Any) -> bytes:
-    """Return a digest of a part of a request, wherever it sets breakpoints."""
+    """Return a digest of a part of a request; breakpoints make no difference."""
 
     def plain(thing: Any) -> Any:
         if isinstance(thing, dict):
@@ -237,16 +237,16 @@ class Diagnoses:
     def why(
         self, previous: str, new: Fingerprint, request: AnthropicRequest, n_cached: int
     ) -> dict[str, Any] | None:
-        """Return ``cache_miss_reason``; None where the request goes on from the previous one.
+        """Return ``cache_miss_reason``; None where the request continues the previous one.
 
         Parameters
         ----------
         previous
             ``diagnostics.previous_message_id``.
         new, request
-            The request that is answered.
+            The present request.
         n_cached
-            Tokens of it that were not evaluated.
+            Tokens of its prompt that came from the cache.
         """
         old = self._known.get(previous)
         if old is None or old.tenant != new.tenant:
@@ -287,7 +287,7 @@ class _MessageWriter(Writer):
             self._diagnose()
             yield self._event("message_start", message=self.body())
         is_end = piece.finish_reason is not None
-        for what, part, text in self._parts.cut(self.deltas(piece), is_end=is_end):
+        for what, part, text in self._parts.split(self.deltas(piece), is_end=is_end):
             if what == "open":
                 block = _block(part)
                 yield self._event("content_block_start", index=part.index, content_block=block)
@@ -319,7 +319,7 @@ class _MessageWriter(Writer):
         return event({"type": kind, **data}, kind)
 
     def _diagnose(self) -> None:
-        """Say why the request that is named was no prefix of this one."""
+        """Say why the previous request is not a prefix of this one."""
         new = Fingerprint.of(self._request, self.generation)
         previous = (self._request.diagnostics or {}).get("previous_message_id")
         why = None
@@ -353,7 +353,7 @@ def _block(part: Part, *, is_whole: bool = False) -> dict[str, Any]:
         return {"type": "text", "text": text}
     try:
         arguments = json.loads(text or "{}")
-    except ValueError:  # it was cut
+    except ValueError:  # the answer was cut
         arguments = {}
     return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": arguments}
 

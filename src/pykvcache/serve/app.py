@@ -32,7 +32,7 @@ log = logging.getLogger("pykvcache.serve")
 
 #: Paths that need no key.
 PUBLIC = ("/", "/health", "/v1/health")
-#: Paths that are asked for every few seconds: they are not logged.
+#: Paths that monitors poll: they are not logged.
 WATCHED = (*PUBLIC, "/cache", "/metrics", "/slots")
 
 
@@ -49,16 +49,16 @@ def make_app(
     Parameters
     ----------
     models
-        What it serves; closed with it.
+        The models to serve; closed with the application.
     keys
-        Names of tenants by API key; None: no key is asked for, and the server must listen on
-        loopback only. The name is the namespace of the prefix cache.
+        Names of tenants by API key. The name is the namespace of the prefix cache. None: requests
+        need no key, and the server must listen on loopback only.
     max_body
         Largest body of a request in bytes.
     stored
-        Where responses are stored; default: in memory. Closed with it.
+        Where responses are stored; default: in memory. Closed with the application.
     origins
-        Origins whose web pages may call it, ``"*"`` for all; default: pages of this machine.
+        Origins of web pages that may call it, ``"*"`` for all; default: pages of this machine.
     """
     stored = responses.Responses() if stored is None else stored
 
@@ -77,7 +77,7 @@ def make_app(
     app.router.default = request_response(_endpoint(_missing))
     state = app.state
     state.models, state.responses, state.origins = models, stored, origins
-    # Digests, so that keys are not kept.
+    # Digests: the keys themselves are not kept in memory.
     state.tenants = None if keys is None else {_digest(k.encode()): keys[k] for k in keys}
     state.bodies = Bodies(max_body)
     state.is_draining = False
@@ -135,7 +135,7 @@ def _routes() -> list[Route]:
 
 
 def _endpoint(handler: Handler) -> Handler:
-    """Return a handler with what all have in common: keys, limits, errors, a line in the log."""
+    """Wrap a handler with checks of key and origin, limits, error answers, and a log line."""
 
     async def endpoint(http: Request) -> Response:
         begin = time.perf_counter()
@@ -162,11 +162,11 @@ def _endpoint(handler: Handler) -> Handler:
     return endpoint
 
 
-# Who asks -----------------------------------------------------------------------------------------
+# Keys and origins ---------------------------------------------------------------------------------
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address is of this machine only."""
+    """Whether a host name or address is reachable from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -176,15 +176,15 @@ def is_loopback(host: str) -> bool:
 
 
 def _check_origin(http: Request) -> str | None:
-    """Return the origin of the web page that asks, if one does and may.
+    """Return the origin of the web page that sends the request, if one does and is allowed.
 
-    Without keys a page of another site must not reach the server, neither by itself nor under a
-    name that leads to loopback.
+    A server without keys refuses pages of other sites, also those whose host name resolves to
+    loopback (DNS rebinding).
 
     Raises
     ------
     ApiError
-        403: it must not.
+        403: the host or the origin is not allowed.
     """
     state, origin = http.app.state, http.headers.get("origin")
     needs_loopback = state.tenants is None
@@ -224,7 +224,7 @@ def _authorize(http: Request) -> str:
     Raises
     ------
     ApiError
-        401: keys are needed, and this is none.
+        401: the key is missing or wrong.
     """
     tenants: dict[bytes, str] | None = http.app.state.tenants
     if tenants is None or http.url.path in PUBLIC:
@@ -232,7 +232,7 @@ def _authorize(http: Request) -> str:
     given = http.headers.get("authorization", "")
     key = given[7:] if given[:7].lower() == "bearer " else http.headers.get("x-api-key", "")
     digest, found = _digest(key.encode("latin-1")), None
-    for known, tenant in tenants.items():  # all of them: the time tells nothing
+    for known, tenant in tenants.items():  # all of them, in constant time
         if hmac.compare_digest(known, digest):
             found = tenant
     if found is None:
@@ -244,7 +244,7 @@ def _authorize(http: Request) -> str:
 
 
 async def _log(http: Request, status: int, begin: float) -> None:
-    """Write one line when an answer is sent: what was reused, and why not more."""
+    """Log a request when its answer is sent: what was reused, and why not more."""
     ms, tenant = 1e3 * (time.perf_counter() - begin), http.state.tenant
     path = http.url.path.encode("unicode_escape").decode("ascii")
     line = f"{http.method} {path} {status} {ms:.0f} ms" + (f" [{tenant}]" if tenant else "")

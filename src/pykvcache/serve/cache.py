@@ -1,4 +1,4 @@
-"""What the server shows of its prefix cache, and how clients steer it."""
+"""Endpoints that show the prefix cache, and let clients steer it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pykvcache.prefix.prometheus import CacheCollector
+from pykvcache.sequence.ledger import common_prefix
 from pykvcache.serve.engine import Engine
 from pykvcache.serve.errors import ApiError
 from pykvcache.serve.http import Json, models_of, read, tenant_of
-from pykvcache.serve.prompts import chat_prompt, common_prefix
-from pykvcache.serve.schemas import CacheRequest, WhyRequest, decode, seconds
+from pykvcache.serve.prompts import chat_prompt
+from pykvcache.serve.schemas import CacheRequest, WhyRequest, seconds
 
 __all__ = ["Recent", "clear", "metrics", "pin", "prefetch", "show", "why"]
 
-#: Characters of the tree that are shown.
+#: Most characters of the tree.
 MOST_CHARACTERS = 100_000
-#: For how long `prefetch` waits; what takes longer comes all the same.
+#: How long `prefetch` waits. A longer one continues in the background.
 PREFETCH_SECONDS = 10.0
 
 
 class Recent:
-    """The last requests: what was reused, and why not more."""
+    """The latest requests: what was reused, and why not more."""
 
     def __init__(self, most: int = 200) -> None:
         self._requests: deque[tuple[str, dict[str, Any]]] = deque(maxlen=most)
@@ -45,7 +46,7 @@ class Recent:
 
 
 async def show(http: Request) -> Response:
-    """``GET /cache``: figures of each loaded model, the tree, and the last requests."""
+    """``GET /cache``: figures of each loaded model, the tree, and the latest requests."""
     tenant = tenant_of(http)
     found = {}
     for name, engine in models_of(http).loaded.items():
@@ -78,7 +79,7 @@ async def pin(http: Request) -> Response:
 
 
 async def prefetch(http: Request) -> Response:
-    """``POST /cache/prefetch``: bring what the tiers have of a prefix to memory."""
+    """``POST /cache/prefetch``: load a prefix's blocks from the tiers into memory."""
     request, tenant = read(http, CacheRequest), tenant_of(http)
     async with models_of(http).engine(request.model) as engine:
         tokens = await asyncio.to_thread(_tokens, engine, request)
@@ -90,8 +91,8 @@ async def prefetch(http: Request) -> Response:
 
 
 async def clear(http: Request) -> Response:
-    """``POST /cache/clear``: forget a branch, or all that the tenant has in memory."""
-    request, tenant = decode(http.state.body or b"{}", CacheRequest), tenant_of(http)
+    """``POST /cache/clear``: drop a prefix and its continuations, or all of the tenant's blocks."""
+    request, tenant = read(http, CacheRequest, default=b"{}"), tenant_of(http)
     if request.prompt is None and request.messages is None:
         async with models_of(http).engine(request.model) as engine:
             await asyncio.to_thread(engine.pins.clear, tenant)

@@ -30,16 +30,16 @@ Tokens = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Defaults:
-    """What holds where a request does not say otherwise.
+    """Defaults for fields that a request leaves out.
 
     Attributes
     ----------
     template
-        Chat template in the place of the model's own.
+        Chat template in place of the model's own.
     variables
-        Further variables of chat templates, such as ``enable_thinking``.
+        Variables of the chat template, such as ``enable_thinking``.
     sampling
-        For `Sampler`.
+        Arguments of `Sampler`.
     """
 
     template: str | None = None
@@ -57,7 +57,7 @@ class Breakpoint:
 
 @dataclass(frozen=True)
 class Job:
-    """What to generate.
+    """A request to the engine.
 
     Attributes
     ----------
@@ -76,13 +76,13 @@ class Job:
     namespace
         The tenant: nothing is shared across namespaces.
     use_cache
-        Whether to begin with what is known, and to keep what is evaluated.
+        Whether to reuse cached prefixes, and to cache the evaluated tokens.
     boundaries
-        Numbers of tokens of the only prompt after which messages end.
+        Numbers of tokens of the (single) prompt after which messages end.
     breakpoints
         Prefixes of the first prompt to keep, the shortest first.
     keep
-        How many of its first tokens go into the cache; None for all.
+        How many of the prompt's first tokens go into the cache; None for all.
     format
         How the model writes reasoning and tool calls, for a chat.
     """
@@ -103,20 +103,20 @@ class Job:
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new of one sample.
+    """The new part of one sample.
 
     Attributes
     ----------
     index
-        Which sample.
+        Index of the sample.
     text
-        Text that is certain, without special tokens.
+        Text that no later token changes, without special tokens.
     raw
         The same with special tokens, which mark reasoning and tool calls.
     tokens, logprobs
         Token ids, and log-probabilities by token id where they were asked for.
     finish_reason
-        How it ended; None before.
+        How the sample ended; None while it runs.
     """
 
     index: int
@@ -128,7 +128,7 @@ class Piece:
 
 
 class Generation:
-    """A job that runs. `pieces` gives what comes of it; `Engine.generate` makes and ends it."""
+    """A running job. `Engine.generate` makes and ends it; `pieces` yields its results."""
 
     def __init__(self, engine: Engine, job: Job, handles: list[GenerationHandle]) -> None:
         self.engine, self.job = engine, job
@@ -140,14 +140,14 @@ class Generation:
         self._n_tokens = [0] * len(handles)
 
     async def pieces(self, *, stream: bool) -> AsyncIterator[Piece]:
-        """Yield what is new of each sample as it comes; unless `stream`, each sample once."""
+        """Yield new parts of samples as they come, or without `stream` each whole sample."""
         for handle in self._handles:
             handle.watch(self._waker(handle, every=stream))
         running = dict(enumerate(self._handles))
         while running:
             self._ready.clear()
             for i, handle in list(running.items()):
-                reason = handle.finish_reason  # before the text: what came until then is all
+                reason = handle.finish_reason  # read before the text, which is complete then
                 if reason == "error" and handle.error is not None:
                     raise handle.error
                 if not (reason or stream):
@@ -172,7 +172,7 @@ class Generation:
         handle, n = self._handles[i], self._n_tokens[i]
         text, tokens = handle.text, handle.tokens[n:].tolist()
         logprobs: list[dict[int, float]] = []
-        if self.job.logprobs:  # those of the last tokens may be on their way
+        if self.job.logprobs:  # those of the last tokens may come later
             logprobs = handle.logprobs[n:]
             tokens = tokens[: len(logprobs)] if reason is None else tokens
         model, written = self.engine.llm.model, self._raw[i]
@@ -205,7 +205,7 @@ class Generation:
         return sum(len(handle.tokens) for handle in self._handles)
 
     def n_written(self, *, least_ttl: float = 0, most_ttl: float = float("inf")) -> int:
-        """Return how many tokens of the prompt breakpoints of such a ttl wrote."""
+        """Return how many tokens of the prompt were written by breakpoints with such a ttl."""
         n, cached = 0, self.n_cached
         for place in self.job.breakpoints if self.job.use_cache else ():
             new = max(place.n_tokens - cached, 0)
@@ -239,13 +239,13 @@ class Generation:
         return self._handles[index].stop_string
 
     def abort(self) -> None:
-        """End it; what has ended stays."""
+        """End the samples that still run."""
         for handle in self._handles:
             if handle.finish_reason is None:
                 handle.abort()
 
     def close(self) -> None:
-        """Free the cells of sequences that were made for it."""
+        """Free the cells of the job's own sequences."""
         for handle in self._handles[:: self.job.n]:
             handle.sequence.close()
 
@@ -268,11 +268,11 @@ class Engine:
     llm
         The model; closed with the engine.
     max_waiting
-        Requests that may wait for a place; one more is refused with status 429.
+        Requests that may wait; one more is refused with status 429.
     timeout
-        Seconds after which a job ends with what it has; None: never.
+        Seconds after which a job ends with the text so far; None: never.
     defaults
-        What holds where a request does not say otherwise.
+        Defaults for fields that a request leaves out.
     """
 
     def __init__(
@@ -298,9 +298,11 @@ class Engine:
 
     @contextlib.contextmanager
     def _admitted(self) -> Iterator[None]:
-        """Count a request that computes; one that finds the queue full is refused."""
+        """Count a request while it is queued or runs; refuse it if the queue is full."""
         if self._n_jobs >= self.llm.context.n_seq_max + self._max_waiting:
-            raise ApiError(429, f"{self._max_waiting} requests wait already", retry_after=1)
+            raise ApiError(
+                429, f"the queue is full: {self._max_waiting} requests wait", retry_after=1
+            )
         self._n_jobs += 1
         try:
             yield
@@ -309,7 +311,7 @@ class Engine:
 
     @contextlib.asynccontextmanager
     async def generate(self, make: Callable[[], Job]) -> AsyncIterator[Generation]:
-        """Run a job; when the block is left, what still runs is aborted.
+        """Run a job; leaving the block aborts samples that still run.
 
         Parameters
         ----------
@@ -332,7 +334,7 @@ class Engine:
                 timer.cancel()
                 generation.abort()
                 if job.breakpoints or not job.use_cache:
-                    # Not awaited: what is cancelled must not wait.
+                    # Not awaited: a cancelled request must not wait.
                     loop.run_in_executor(None, self._clean_up, generation)
 
     def _begin(self, make: Callable[[], Job]) -> tuple[Job, list[GenerationHandle]]:
@@ -366,7 +368,7 @@ class Engine:
         return handles
 
     def _clean_up(self, generation: Generation) -> None:
-        """Pin what the client wants kept; free the cells of sequences that are no cache's."""
+        """Pin the breakpoints' prefixes; free the cells of sequences outside the cache."""
         job = generation.job
         if not job.use_cache:
             generation.close()
@@ -390,5 +392,5 @@ class Engine:
             self.last_used = time.monotonic()
 
     def close(self) -> None:
-        """Abort what runs, write the tiers, free the model."""
+        """Abort running jobs, write the tiers, free the model."""
         self.llm.close()

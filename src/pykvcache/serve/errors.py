@@ -1,4 +1,4 @@
-"""What goes wrong with a request, as an HTTP status and the error object of each API."""
+"""Errors of requests: the HTTP status, and the error object of each API."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """A request that is answered with an error.
+    """An error that is the answer to a request.
 
     Parameters
     ----------
     status
         HTTP status.
     message
-        What is wrong, with the value and the limit.
+        The fault, with the value and the limit.
     param
         The field of the request.
     code
@@ -98,7 +98,7 @@ def context_exceeded(n_tokens: int, n_ctx: int) -> ApiError:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Return what a client is told of an exception."""
+    """Return the answer to a request that raised an exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, NoKvCacheSlot | PositionError):

@@ -1,4 +1,4 @@
-"""What endpoints need of HTTP: bodies within limits, JSON, event streams, the tenant."""
+"""HTTP for the endpoints: bodies within limits, JSON, event streams, the tenant."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from pykvcache.serve.errors import ApiError, as_api_error
-from pykvcache.serve.schemas import decode
 
 if TYPE_CHECKING:
     from pykvcache.serve.models import Models
@@ -33,9 +32,9 @@ __all__ = [
 S = TypeVar("S")
 Handler = Callable[[Request], Awaitable[Response]]
 
-#: Seconds within which a body has to arrive.
+#: Seconds in which a body must arrive.
 BODY_SECONDS = 60.0
-#: A stream whose first event takes longer than this begins without it: proxies give up waiting.
+#: A stream begins after this time even without an event, as proxies stop waiting.
 FIRST_EVENT_SECONDS = 10.0
 
 dumps = msgspec.json.encode
@@ -70,7 +69,7 @@ class Bodies:
     Parameters
     ----------
     max_bytes
-        Largest body; all together may have 8 times as much.
+        Largest body. All bodies together may have 8 times as many bytes.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -79,12 +78,12 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def reading(self, http: Request) -> AsyncIterator[bytes]:
-        """Give the body of a request, which counts until the block is left.
+        """Yield the body of a request; it counts as in flight until the block is left.
 
         Raises
         ------
         ApiError
-            408, 413 or 429: it comes too slowly, is too large, or all bodies are.
+            408, 413 or 429: it is too slow, too large, or all bodies together are.
         """
         parts: list[bytes] = []
         try:
@@ -109,15 +108,22 @@ class Bodies:
                 raise ApiError(429, "too many large bodies at once", retry_after=1)
 
 
-def read(http: Request, kind: type[S]) -> S:
-    """Return the request that the body holds.
+def read(http: Request, kind: type[S], default: bytes = b"") -> S:
+    """Return the decoded body; `default` takes the place of an empty one.
 
     Raises
     ------
     ApiError
-        400: it is no such request.
+        400: it is not JSON, or a field is missing or of another type.
     """
-    return decode(http.state.body, kind)
+    try:
+        return msgspec.json.decode(http.state.body or default, type=kind)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        at = text.rpartition(" - at `$.")[2].rstrip("`") if " - at `$." in text else None
+        raise ApiError(400, text, param=at) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
 
 
 # Answers ------------------------------------------------------------------------------------------
@@ -147,9 +153,10 @@ def error_response(http: Request, error: Exception) -> Response:
 
 
 async def stream(http: Request, events: AsyncIterator[bytes]) -> Response:
-    """Return an event stream; what fails before the first event is an answer with a status.
+    """Return an event stream.
 
-    A failure after that is an event, as the status is sent already.
+    A failure before the first event is raised, and is answered with a status. A later one becomes
+    an event, as the status is sent already.
     """
     first = asyncio.ensure_future(_next(events))
     try:
@@ -190,7 +197,7 @@ async def _next(events: AsyncIterator[bytes]) -> bytes:
 
 
 async def until_disconnect(http: Request, handler: Handler) -> Response:
-    """Run a handler; where the client goes away first, cancel it."""
+    """Run a handler; cancel it if the client disconnects."""
     work = asyncio.ensure_future(handler(http))
     gone = asyncio.ensure_future(_disconnect(http))
     try:

@@ -129,7 +129,7 @@ async def detokenize(http: Request) -> Response:
 
 
 async def apply_template(http: Request) -> Response:
-    """``POST /apply-template``: the text that a chat becomes."""
+    """``POST /apply-template``: the rendered text of a chat."""
     request = read(http, TokenizeRequest)
     async with models_of(http).engine(request.model) as engine:
         prompt = await asyncio.to_thread(
@@ -159,7 +159,7 @@ async def props(http: Request) -> Response:
 
 
 async def slots(http: Request) -> Response:
-    """``GET /slots``: as many places as requests may run at once; nothing of what they say."""
+    """``GET /slots``: one entry per request that may run, without prompts or texts."""
     async with models_of(http).engine(http.query_params.get("model")) as engine:
         running = engine.llm.generator.n_running
         return Json(

@@ -19,19 +19,19 @@ __all__ = ["Models", "find_models"]
 
 
 def find_models(paths: Sequence[str], alias: str | None = None) -> dict[str, str]:
-    """Return GGUF files by the names that requests use: their file names without ``.gguf``.
+    """Return the paths of GGUF files by model name: the file name without ``.gguf``.
 
     Parameters
     ----------
     paths
-        Files, and folders of which every GGUF is taken.
+        Files, and folders, of which all GGUF files are taken.
     alias
-        The name of the only file.
+        Name of the model, if there is one file only.
 
     Raises
     ------
     FileNotFoundError
-        A path is not there, or a folder holds no GGUF.
+        A path does not exist, or a folder holds no GGUF.
     ValueError
         Two files have one name, or an alias is given for several.
     """
@@ -53,22 +53,22 @@ def find_models(paths: Sequence[str], alias: str | None = None) -> dict[str, str
 
 
 class Models:
-    """Loads models by name, and unloads those that are not used.
+    """Loads models by name, and unloads unused ones.
 
-    A model that comes back starts warm: its blocks lie in the tiers.
+    A model that is loaded again starts warm: its blocks are in the tiers.
 
     Parameters
     ----------
     files
         Paths by name; the first is the default.
     options
-        For `LLM`.
+        Arguments of `LLM`.
     max_models
-        Models that are loaded at once; the one unused for longest makes room.
+        Models that are loaded at the same time; the least recently used one is unloaded first.
     idle
         Seconds after which an unused model is unloaded; None: never.
     max_waiting, timeout, defaults
-        For `Engine`.
+        Arguments of `Engine`.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Models:
         Raises
         ------
         ApiError
-            404: several models are served, and this is none of them.
+            404: several models are served, and none has this name.
         """
         if name in self.files:
             return str(name)
@@ -119,7 +119,7 @@ class Models:
 
     @contextlib.asynccontextmanager
     async def engine(self, name: str | None) -> AsyncIterator[Engine]:
-        """Give the engine of a model, loaded if need be, and keep it while the block runs."""
+        """Yield the engine of a model, loaded if necessary; it stays loaded in the block."""
         name = self.resolve(name)
         engine = self._engines.get(name)
         if engine is None:
@@ -143,7 +143,7 @@ class Models:
         return engine
 
     async def _unload_oldest(self) -> bool:
-        """Unload the model that is unused for longest; False where all are used."""
+        """Unload the least recently used model; return False where all are in use."""
         unused = [name for name, engine in self._engines.items() if not engine.n_active]
         if unused:
             await self._unload(min(unused, key=lambda name: self._engines[name].last_used))
@@ -153,7 +153,7 @@ class Models:
         await asyncio.to_thread(self._engines.pop(name).close)
 
     async def watch_idle(self) -> None:
-        """Unload models that were not used for `idle` seconds; runs until it is cancelled."""
+        """Unload models that are unused for `idle` seconds; runs until it is cancelled."""
         while self._idle is not None:
             await asyncio.sleep(min(self._idle / 4, 5.0))
             async with self._changing:
@@ -162,7 +162,7 @@ class Models:
                         await self._unload(name)
 
     async def close(self) -> None:
-        """Unload all; what is queued for the tiers is written."""
+        """Unload all models; blocks that are queued for the tiers are written."""
         async with self._changing:
             for name in list(self._engines):
                 await self._unload(name)

@@ -38,7 +38,7 @@ __all__ = [
 
 
 class _ChoiceWriter(Writer):
-    """What chat completions and completions have in common: choices, usage, timings."""
+    """Base of chat completions and completions: choices, usage, timings."""
 
     prefix = kind = ""
 
@@ -56,7 +56,7 @@ class _ChoiceWriter(Writer):
         return event({**self.head, "choices": [choice], **more})
 
     def finish(self) -> Iterator[bytes]:
-        """Yield the usage, where it is wanted, and the end mark."""
+        """Yield the usage, if the request asks for it, and the end mark."""
         if self.request.with_usage:
             yield event({**self.head, "choices": [], **self.figures()})
         yield b"data: [DONE]\n\n"
@@ -67,7 +67,7 @@ class _ChoiceWriter(Writer):
         return {**self.head, "choices": choices, **self.figures()}
 
     def figures(self) -> dict[str, Any]:
-        """Return what clients of OpenAI's and of llama-server's form read."""
+        """Return OpenAI's ``usage`` and llama-server's ``timings``."""
         return {"usage": self.usage(), "timings": self.generation.timings()}
 
 
@@ -100,7 +100,7 @@ class _ChatWriter(_ChoiceWriter):
         return iter(())
 
     def logprobs(self, piece: Piece) -> dict[str, Any] | None:
-        """Return the log-probabilities of some tokens; None where none are wanted."""
+        """Return the log-probabilities of a piece; None where the request asks for none."""
         assert isinstance(self.request, ChatRequest)
         if not self.request.logprobs:
             return None
@@ -115,7 +115,7 @@ class _ChunkWriter(_ChatWriter):
 
     def __init__(self, request: ChatRequest, generation: Generation) -> None:
         super().__init__(request, generation)
-        # Log-probabilities of text that is not certain yet.
+        # Log-probabilities of tokens whose text is not sent yet.
         self._waiting: dict[int, list[Any]] = {i: [] for i in range(generation.job.n)}
 
     def write(self, piece: Piece) -> Iterator[bytes]:
@@ -162,7 +162,7 @@ async def completions(http: Request) -> Response:
 def completion_job(
     request: CompletionRequest, tenant: str, default: int | None, engine: Engine
 ) -> Job:
-    """Return the job of a completion, whose texts have `default` tokens at most."""
+    """Return the job of a completion; `default` is its ``max_tokens``."""
     prompts = [_tokens(engine, parts) for parts in prompts_of(request.prompt)]
     if len(prompts) * request.n > 2048:
         raise ApiError(400, f"{len(prompts)} prompts, {request.n} samples: at most 2048", param="n")
@@ -180,7 +180,7 @@ def completion_job(
 
 
 def _tokens(engine: Engine, parts: list[str | list[int]]) -> Any:
-    """Return the tokens of texts and runs of ids; special tokens are added to a text in front."""
+    """Return the tokens of texts and runs of ids; a text in front gets special tokens."""
     model = engine.llm.model
     found = [
         model.tokenize(part, parse_special=True, add_special=i == 0)

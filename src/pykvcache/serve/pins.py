@@ -1,4 +1,4 @@
-"""PinBoard: the prefixes that clients want kept, bounded over all tenants."""
+"""PinBoard: prefixes that clients keep in memory, bounded over all tenants."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["PinBoard"]
 
 
 class PinBoard:
-    """The pins of all tenants on one cache: renewed rather than added up, and bounded.
+    """The pins of all tenants on one cache. A second pin of a prefix renews the first.
 
-    Pins may keep half of the cache's memory. Where they would keep more, the tenant with the most
-    pinned tokens loses its oldest ones first.
+    Pins may take half of the cache's memory. Beyond that, the tenant with the most pinned tokens
+    loses its oldest pins first.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -29,7 +29,7 @@ class PinBoard:
         return len(self._pins)
 
     def pin(self, tokens: npt.NDArray[np.int32], ttl: float, tenant: str) -> int:
-        """Keep a prefix for some seconds; return how many tokens of it are kept."""
+        """Pin a prefix for `ttl` seconds; return how many of its tokens are pinned."""
         key = tenant, tokens.tobytes()
         with self._lock:
             new = self._llm.cache.pin(tokens, ttl=ttl, namespace=tenant)
@@ -41,14 +41,14 @@ class PinBoard:
             return new.n_tokens
 
     def clear(self, tenant: str, tokens: bytes = b"") -> None:
-        """Release the pins of a tenant that begin with some tokens."""
+        """Release the pins of a tenant that begin with `tokens`."""
         with self._lock:
             for key in [key for key in self._pins if key[0] == tenant]:
                 if key[1].startswith(tokens):
                     self._pins.pop(key).release()
 
     def _make_room(self) -> None:
-        """Drop pins that are over, and those above the bound; no more than 256 of one tenant."""
+        """Drop pins that have expired or exceed the bounds, such as 256 pins per tenant."""
         sizes = {key: pin.n_tokens for key, pin in self._pins.items()}
         for key in [key for key, n in sizes.items() if not n]:
             del self._pins[key], sizes[key]

@@ -1,4 +1,4 @@
-"""From messages to a job: the rendered chat, where its messages end, what to pin, how to sample."""
+"""From messages to a job: the rendered chat, its boundaries and breakpoints, its sampler."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ import numpy.typing as npt
 from pykvcache.model import LlamaModel
 from pykvcache.openai_format import schema_of
 from pykvcache.sampling import Sampler
+from pykvcache.sequence.ledger import common_prefix
 from pykvcache.serve.engine import Breakpoint, Engine, Job
 from pykvcache.serve.errors import ApiError
 from pykvcache.serve.schemas import ChatRequest, Sampling, seconds
 
-__all__ = ["ChatPrompt", "chat_job", "chat_prompt", "common_prefix", "prompts_of", "sampler_of"]
+__all__ = ["ChatPrompt", "chat_job", "chat_prompt", "prompts_of", "sampler_of"]
 
-#: Breakpoints of a request that are written, the latest ones.
+#: Breakpoints per request; earlier ones are ignored.
 MOST_BREAKPOINTS = 4
-#: Ends of messages that become checkpoints, the latest ones and the first.
+#: Latest ends of messages that become boundaries, next to the first one.
 MOST_BOUNDARIES = 16
-#: For how long a breakpoint is kept that names no ttl: OpenAI's default.
+#: Seconds for which a breakpoint without a ttl is kept: OpenAI's default.
 DEFAULT_TTL = 1800.0
 
-# What `apply_chat_template` and `chat_format` take themselves.
+# Arguments of `apply_chat_template` and `chat_format`, which no variable may replace.
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "template", "tool_choice"}
 _RESERVED |= {"parallel_tool_calls", "json_schema", "strict", "self"}
 
-# Fields that `Sampler` has by the same names.
+# Fields that are arguments of `Sampler` by the same names.
 _SAMPLING = (
     *("temperature", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability"),
     *("xtc_threshold", "repeat_penalty", "frequency_penalty", "presence_penalty"),
@@ -50,13 +51,13 @@ class ChatPrompt:
     Attributes
     ----------
     text
-        As the template rendered it.
+        The rendered text.
     tokens
         int32, shape (n,).
     ends
         Numbers of tokens after which each message ends.
     breakpoints
-        Prefixes that the client wants kept.
+        Prefixes to keep.
     """
 
     text: str
@@ -66,7 +67,7 @@ class ChatPrompt:
 
     @property
     def boundaries(self) -> set[int]:
-        """Where other prompts are likely to part: after the first message, and the latest ones."""
+        """Where other prompts are likely to diverge: after the first and the latest messages."""
         return {
             *self.ends[:1],
             *self.ends[-MOST_BOUNDARIES:],
@@ -89,7 +90,7 @@ def chat_prompt(
     Parameters
     ----------
     engine
-        Whose template and tokenizer.
+        Has the template and the tokenizer.
     messages
         In OpenAI's form.
     tools
@@ -97,11 +98,11 @@ def chat_prompt(
     ttl
         Seconds for breakpoints that name none.
     continues
-        The last message is the assistant's, and the answer goes on from it.
+        The last message is the assistant's, and the answer continues it.
     answers
         Whether the prompt ends with the beginning of an answer.
     variables
-        What else the template reads, such as ``enable_thinking``.
+        Variables of the template, such as ``enable_thinking``.
     """
     if not messages:
         raise ApiError(400, "messages is empty", param="messages")
@@ -110,7 +111,7 @@ def chat_prompt(
         [True],
         [False, True],
     ):
-        told = "an answer goes on from one message of the assistant, the last one"
+        told = "an answer continues one message of the assistant, which is the last one"
         raise ApiError(400, told, param="messages")
     variables = _variables(variables, engine)
     model = engine.llm.model
@@ -135,7 +136,7 @@ def chat_prompt(
 
 
 def _variables(given: Mapping[str, Any] | None, engine: Engine) -> dict[str, Any]:
-    """Return the variables of a template; a client sets no others."""
+    """Return the variables of a template; refuse those that the server sets."""
     found = {**engine.defaults.variables, **(given or {})}
     if names := sorted(_RESERVED & found.keys()):
         told = f"chat_template_kwargs sets {', '.join(names)}"
@@ -144,7 +145,7 @@ def _variables(given: Mapping[str, Any] | None, engine: Engine) -> dict[str, Any
 
 
 def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a message as templates take it: text as content, arguments of calls as objects."""
+    """Return a message in the form of templates: content as text, arguments as objects."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise ApiError(400, f"{where} has no role", param=f"{where}.role")
@@ -160,7 +161,7 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _texts(content: Any, where: str) -> list[str]:
-    """Return the texts of a message's content: of a string, or of parts."""
+    """Return the texts of a message's content, which is a string or a list of parts."""
     if isinstance(content, str) or content is None:
         return [content or ""]
     if not isinstance(content, list):
@@ -198,7 +199,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 def _ends(text: str, contents: Sequence[str]) -> list[int]:
     """Return where each content ends in the rendered text.
 
-    Templates may trim contents, or leave them out: one that is not there ends with the one before.
+    Templates may trim a content or leave it out: then it ends where the one before ends.
     """
     found, at = [], 0
     for content in contents:
@@ -227,7 +228,7 @@ def _breakpoints(
 
 
 def _ttl(thing: Mapping[str, Any], i: int, default: float) -> float | None:
-    """Return how many seconds a message or part wants to be kept; None without a breakpoint."""
+    """Return the ttl of a message's or part's breakpoint in seconds; None without one."""
     wish = thing.get("prompt_cache_breakpoint") or thing.get("cache_control")
     if wish is None:
         return None
@@ -237,9 +238,9 @@ def _ttl(thing: Mapping[str, Any], i: int, default: float) -> float | None:
 
 
 def _counter(model: LlamaModel, text: str, tokens: npt.NDArray[np.int32]) -> Callable[[int], int]:
-    """Return what tells how many tokens lie before a place in the text.
+    """Return a function that counts the tokens before an index of the text.
 
-    A token across the place does not count.
+    A token across the index does not count.
     """
     sizes = [len(model.token_to_piece(token, special=True)) for token in tokens.tolist()]
     ends = np.array(list(accumulate(sizes)), np.int64)
@@ -259,23 +260,16 @@ def _counter(model: LlamaModel, text: str, tokens: npt.NDArray[np.int32]) -> Cal
     return tokenize
 
 
-def common_prefix(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
-    """Return how many leading tokens are equal."""
-    n = min(len(one), len(other))
-    differ = np.flatnonzero(one[:n] != other[:n])
-    return int(differ[0]) if len(differ) else n
-
-
 # Jobs ---------------------------------------------------------------------------------------------
 
 
 def chat_job(request: ChatRequest, tenant: str, engine: Engine) -> Job:
-    """Return what the engine runs for a chat.
+    """Return the job of a chat.
 
     Raises
     ------
     ApiError
-        400: the messages, tools or formats are not what they should be.
+        400: the messages, tools or formats are not valid.
     """
     if request.add_generation_prompt and request.continue_final_message:
         raise ApiError(400, "add_generation_prompt and continue_final_message exclude each other")
@@ -315,7 +309,7 @@ def chat_job(request: ChatRequest, tenant: str, engine: Engine) -> Job:
     )
     request.json_schema = None  # the format has it
     if keep is None and form.supports_reasoning and not tools:
-        keep = n  # templates leave the thinking of earlier turns out; only calls may need it again
+        keep = n  # templates leave out earlier reasoning, unless tools are called
     held = {} if form.grammar is None or request.grammar is not None else {"chat_format": form}
     return Job(
         prompts=(prompt.tokens,),
@@ -334,16 +328,16 @@ def chat_job(request: ChatRequest, tenant: str, engine: Engine) -> Job:
 
 
 def sampler_of(request: Sampling, engine: Engine, **more: Any) -> Sampler:
-    """Return the sampler that a request asks for.
+    """Return the sampler of a request.
 
     Parameters
     ----------
     request
-        Fields that are None take the server's defaults, or `Sampler`'s.
+        Fields that are None stand for the server's defaults, or `Sampler`'s.
     engine
-        Whose defaults, and whose vocabulary.
+        Has the defaults and the vocabulary.
     **more
-        What the endpoint adds, such as ``chat_format``.
+        Further arguments of `Sampler`, such as ``chat_format``.
     """
     model, options = engine.llm.model, dict(engine.defaults.sampling)
     asked = {name: getattr(request, name) for name in _SAMPLING}
@@ -364,7 +358,7 @@ def sampler_of(request: Sampling, engine: Engine, **more: Any) -> Sampler:
 
 
 def _biases(given: Any, model: LlamaModel) -> dict[int, float]:
-    """Return biases by token id: of OpenAI's mapping, or of llama-server's pairs with text."""
+    """Return biases by token id, from OpenAI's mapping or llama-server's pairs with text."""
     found: dict[int, float] = {}
     for key, value in given.items() if isinstance(given, dict) else given:
         bias = -math.inf if value is False else float(value)
@@ -382,7 +376,7 @@ def prompts_of(given: Any, *, depth: int = 0) -> list[list[str | list[int]]]:
     Raises
     ------
     ApiError
-        400: something else, or more than 2,048 prompts.
+        400: it holds something else, or more than 2,048 prompts.
     """
     if isinstance(given, str):
         return [[given]]
@@ -412,5 +406,7 @@ def _mixed(given: list[Any]) -> list[str | list[int]]:
                 parts.append([])
             parts[-1].append(one)  # type: ignore[union-attr]
         else:
-            raise ApiError(400, "prompt holds something that is no token id", param="prompt")
+            raise ApiError(
+                400, "prompt holds something that is neither text nor a token id", param="prompt"
+            )
     return parts

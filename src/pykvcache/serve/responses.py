@@ -1,4 +1,4 @@
-"""OpenAI's responses: a stored response is a conversation that a later request goes on with."""
+"""OpenAI's responses: a stored response is a conversation that a later request continues."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ class Stored(msgspec.Struct):
 class Responses:
     """Stored responses by tenant and id, in memory and in the tiers of the cache.
 
-    With tiers they outlive the server, and machines that share a tier share them. The tenant is
-    part of the name under which a response lies, so no other finds it.
+    With tiers they outlive the server, and machines that share a tier share them. The key of a
+    response includes the tenant, so other tenants cannot find it.
 
     Parameters
     ----------
     tiers
         Folders and addresses, as for `PrefixCache`.
     secret
-        Encrypts what lies in the tiers.
+        Encrypts the responses in the tiers.
     max_bytes
-        Memory for the last ones.
+        Memory for the latest ones.
     """
 
-    #: The largest response that goes to the tiers.
+    #: Size of the largest response that is written to the tiers.
     MOST_BYTES = 8 << 20
 
     def __init__(
@@ -92,7 +92,7 @@ class Responses:
         Raises
         ------
         ApiError
-            404: it is not stored, or another tenant's.
+            404: it is not stored, or belongs to another tenant.
         """
         key = self._key(response_id, tenant)
         data = self._known.get(key) or self._load(key)
@@ -114,7 +114,7 @@ class Responses:
         return None
 
     def remove(self, response_id: str, tenant: str) -> None:
-        """Forget a response."""
+        """Remove a response."""
         self.get(response_id, tenant)
         key = self._key(response_id, tenant)
         with self._lock:
@@ -253,7 +253,7 @@ class _ResponseWriter(Writer):
             yield self._event("response.created", response=self.body())
             yield self._event("response.in_progress", response=self.body())
         is_end = piece.finish_reason is not None
-        for what, part, text in self._parts.cut(self.deltas(piece), is_end=is_end):
+        for what, part, text in self._parts.split(self.deltas(piece), is_end=is_end):
             yield from getattr(self, f"_{what}")(part, text)
         if is_end:
             is_whole = piece.finish_reason == "stop"

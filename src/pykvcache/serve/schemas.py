@@ -1,11 +1,10 @@
-"""The requests that the server reads: one struct per endpoint, checked while it is decoded."""
+"""The requests: one struct per endpoint, checked while it is decoded."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta, Struct
 
 from pykvcache.serve.errors import ApiError
@@ -20,11 +19,8 @@ __all__ = [
     "Sampling",
     "TokenizeRequest",
     "WhyRequest",
-    "decode",
     "seconds",
 ]
-
-S = TypeVar("S")
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Limit = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
@@ -32,7 +28,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-1e6, le=1e6)]
 Temperature = Annotated[float, Meta(ge=0, le=1e4)]
 Samples = Annotated[int, Meta(ge=1, le=128)]
-#: More log-probabilities per token than this are memory for nothing.
+#: Bounds the memory for log-probabilities.
 Likeliest = Annotated[int, Meta(ge=0, le=100)]
 Bias = dict[str, float] | Annotated[list[tuple[int | str, float | bool]], Meta(max_length=100_000)]
 Stops = str | Annotated[list[str], Meta(max_length=64)]
@@ -40,7 +36,7 @@ Object = dict[str, Any]
 
 
 class Common(Struct, kw_only=True):
-    """What every generating endpoint reads; None takes the server's default."""
+    """Fields of every generating endpoint; None stands for the server's default."""
 
     stream: bool = False
     seed: Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None = None
@@ -53,7 +49,7 @@ class Common(Struct, kw_only=True):
 
     @property
     def cache_ttl(self) -> float | None:
-        """Seconds for which the request wants its breakpoints kept; None where it does not say."""
+        """Seconds for which breakpoints are kept; None where the request does not say."""
         ttl = (self.prompt_cache_options or {}).get("ttl")
         if ttl is None and self.prompt_cache_retention == "24h":
             return 86_400.0
@@ -61,7 +57,7 @@ class Common(Struct, kw_only=True):
 
     @property
     def is_explicit(self) -> bool:
-        """Whether only what breakpoints name goes into the cache."""
+        """Whether only prefixes that end at a breakpoint go into the cache."""
         mode = (self.prompt_cache_options or {}).get("mode", "implicit")
         if mode not in ("implicit", "explicit"):
             raise ApiError(
@@ -73,7 +69,7 @@ class Common(Struct, kw_only=True):
 
 
 class Sampling(Common, kw_only=True):
-    """What chats and completions read."""
+    """Fields of chats and completions."""
 
     model: str | None = None
     stream_options: Object | None = None
@@ -228,24 +224,6 @@ class WhyRequest(Struct, kw_only=True):
     after: list[Object]
     tools: list[Object] | None = None
     model: str | None = None
-
-
-def decode(body: bytes, kind: type[S]) -> S:
-    """Return a request.
-
-    Raises
-    ------
-    ApiError
-        400: it is not JSON, or a field is missing or of another type.
-    """
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        text = str(error)
-        at = text.rpartition(" - at `$.")[2].rstrip("`") if " - at `$." in text else None
-        raise ApiError(400, text, param=at) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
 
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}

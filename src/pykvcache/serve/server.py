@@ -1,4 +1,4 @@
-"""uvicorn with what it lacks: limits on slow headers, and an end on the second signal."""
+"""uvicorn, with a limit on slow headers, and an immediate end on the second signal."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 __all__ = ["run"]
 
-#: A connection that for so long neither sends a whole request nor waits for an answer is closed.
+#: Seconds after which a connection is closed that neither sends a whole request nor waits for one.
 IDLE_SECONDS = 30.0
 #: Connections at once; one more gets status 503.
 MOST_CONNECTIONS = 1024
-#: For how long running requests may go on after the first signal.
+#: Seconds that running requests have after the first signal.
 DRAIN_SECONDS = 120
 
 
 class PatientProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
-    """Closes connections whose request does not come."""
+    """Closes connections that send no request."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Begin to watch."""
@@ -41,7 +41,7 @@ class PatientProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         self.loop.call_later(IDLE_SECONDS, self._look)
 
     def _n_requests(self) -> int | None:
-        """Return what changes with each request; None where one is answered now."""
+        """Return a value that changes with each request; None while one is answered."""
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             return None
@@ -49,7 +49,7 @@ class PatientProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
 
 
 class Server(uvicorn.Server):
-    """Drains at the first signal and ends at the second, whichever they are."""
+    """Drains at the first signal and ends at the second."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Take note of a signal."""

@@ -70,7 +70,7 @@ def assert_right(one: Conversation) -> None:
         assert np.allclose(one.sequence.logits(), fresh.logits(), atol=0.02)
 
 
-def test_a_turn_evaluates_what_is_new(ctx: LlamaContext) -> None:
+def test_a_turn_evaluates_only_new_tokens(ctx: LlamaContext) -> None:
     one = Conversation(LlamaSequence(ctx))
     first = turn(one, "Lucy has a kite.")
     assert first.reused == 0
@@ -172,8 +172,8 @@ def test_a_sequence_with_messages_in_its_metadata_is_a_chat(
         assert back.messages == messages[:2]
         assert model.detokenize(back.sequence.tokens).strip() == back.text
         back.save(path)
-        beside = describe_state(path).metadata["metadata"]
-        assert (beside["messages"], beside["title"]) == (messages[:2], "Tom")
+        metadata = describe_state(path).metadata["metadata"]
+        assert (metadata["messages"], metadata["title"]) == (messages[:2], "Tom")
         again = Conversation.load(own, path)
         assert (again.messages, again.turns) == (back.messages, back.turns)
         for wrong in (
@@ -281,7 +281,7 @@ def test_commands_of_the_chat() -> None:
     assert re.search(r"^\* there: 2 turns", done.stdout, re.M)
     assert "1 turn removed: 0 turns left" in done.stderr
     wrongs = ["/nothing", "/save FILE", "nowhere", "there already", "a number of turns"]
-    wrongs += ["there are 0 turns to remove", "(No such file or directory: nofile)"]
+    wrongs += ["the chat has only 0 turns", "(No such file or directory: nofile)"]
     for wrong in wrongs:
         assert wrong in done.stderr
     assert "/rewind [N]" in done.stdout

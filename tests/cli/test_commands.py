@@ -70,7 +70,7 @@ def test_generate_follows_a_schema(tmp_path: Path, capsys: Capture) -> None:
     assert main(["generate", "It is", "--json-schema", "{}", "--grammar", "x"]) == 2
 
 
-def test_generate_tells_log_probabilities(capsys: Capture) -> None:
+def test_generate_writes_log_probabilities(capsys: Capture) -> None:
     for samples in ("1", "2"):
         args = ("-n", "4", "-t", "0", "--json", "--logprobs", "2", "--samples", samples)
         for line in out_of(capsys, "generate", "Once upon a time", *args).splitlines():
@@ -204,7 +204,9 @@ def test_state_info_and_verify(saved: Path, capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("command", [["info"], ["verify"], ["cut", "-n", "1"], ["convert"]])
-def test_what_is_not_a_state_is_named(command: list[str], tmp_path: Path, capsys: Capture) -> None:
+def test_a_file_that_is_no_state_is_named(
+    command: list[str], tmp_path: Path, capsys: Capture
+) -> None:
     (tmp_path / "text.txt").write_text("not a state")
     out = [str(tmp_path / "out.kv")] if command[0] in ("cut", "convert") else []
     assert main(["state", command[0], str(tmp_path / "text.txt"), *out, *command[1:]]) == 1
@@ -266,7 +268,7 @@ def test_bench_gives_figures_of_all(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("text", ["7 --5", "7 " + "9" * 5000, "x"])
-def test_what_is_no_token_id_is_named(text: str, capsys: Capture) -> None:
+def test_an_invalid_token_id_is_named(text: str, capsys: Capture) -> None:
     assert main(["tokenize", "--decode", "--", text]) == 2
     said = capsys.readouterr().err
     assert "is not a token id" in said

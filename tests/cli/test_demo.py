@@ -1,4 +1,4 @@
-"""``pykvcache demo``, and what is common to all commands: errors, pipes, terminals."""
+"""``pykvcache demo``, and the errors, pipes and terminals of all commands."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def one_line(text: str) -> str:
 
 def summary(stdout: str) -> str:
     """Return the table at the end, without the lines that ASCII draws."""
-    return stdout.partition("What was done")[2].replace("|", " ")
+    return stdout.partition("Summary")[2].replace("|", " ")
 
 
 def verdicts(stdout: str) -> dict[str, str]:
@@ -81,7 +81,7 @@ def test_demo_on_the_embedded_model() -> None:
 def test_demo_is_repeatable(capsys: pytest.CaptureFixture[str]) -> None:
     def texts(seed: str) -> str:
         assert main([*QUICK, "--seed", seed]) == 0
-        shown = capsys.readouterr().out.partition("What was done")[0]
+        shown = capsys.readouterr().out.partition("Summary")[0]
         # How long it took also tells where lines are broken.
         return " ".join(re.sub(r"\d+ ms|\d+\.\d s", "", shown).split())
 
@@ -108,14 +108,14 @@ def test_demo_on_every_kind_of_memory(
 
 
 @pytest.mark.parametrize("name", ["bert", "t5", "llama_none"])
-def test_demo_refuses_what_writes_no_text(
+def test_demo_refuses_models_without_text_generation(
     name: str, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*QUICK, "--model", str(make_model(name, model_folder))]) == 1
     one_line(capsys.readouterr().err)
 
 
-def test_demo_finds_what_is_wrong(
+def test_demo_detects_a_wrong_result(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A rewind that leaves one token too much shows in the table and in the exit code."""

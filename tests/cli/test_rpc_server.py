@@ -19,7 +19,7 @@ def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_it_warns_and_says_why_it_cannot_begin() -> None:
+def test_it_warns_and_reports_why_it_cannot_listen() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = serve("--port", str(taken.getsockname()[1]))
     assert done.returncode == 1
@@ -28,7 +28,7 @@ def test_it_warns_and_says_why_it_cannot_begin() -> None:
     assert "in use" in reason or (not has_rpc() and "GGML_RPC=ON" in reason)
 
 
-def test_what_is_no_place_to_listen_at_is_refused() -> None:
+def test_an_invalid_address_is_refused() -> None:
     for words, what in (
         (["--port", "0"], "0 is not in"),
         (["--host", "no-such-host.invalid"], "is not a known host"),

@@ -126,7 +126,7 @@ def test_the_end_reports_what_the_file_holds(
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows handles it as Python does")
 def test_ctrl_c_loses_no_turn(ctx: LlamaContext, tmp_path: Path) -> None:
-    """The answer ends, or the turn is gone; the chat goes on, and the file holds it."""
+    """Ctrl-C ends the answer or removes the turn; the file holds the rest."""
     path = tmp_path / "chat.kv"
     chat = run(ctx, path, "one")
     lines = ["a long message about nothing", "/rewind", "another one", f"/save {path}.more"]
@@ -192,7 +192,7 @@ def test_a_file_that_another_chat_wrote_is_not_overwritten(
 
 
 @pytest.mark.parametrize("n", [1, 3, 10])
-def test_a_session_that_was_cut_is_made_whole_from_its_messages(
+def test_a_truncated_session_is_rebuilt_from_its_messages(
     n: int, ctx: LlamaContext, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, cut = tmp_path / "whole.kv", tmp_path / "cut.kv"
@@ -258,10 +258,10 @@ ODD: list[Callable[[dict[str, Any]], object]] = [
 
 def save_forged(ctx: LlamaContext, path: Path, forge: Callable[[dict[str, Any]], object]) -> None:
     run(ctx, path, "one", "two")
-    beside: Any = json.loads(json.dumps(describe_state(path).metadata["metadata"]))
-    forge(beside[FORMAT])
+    metadata: Any = json.loads(json.dumps(describe_state(path).metadata["metadata"]))
+    forge(metadata[FORMAT])
     with LlamaSequence.load(ctx, path) as one:
-        one.save(path, beside)
+        one.save(path, metadata)
 
 
 @pytest.mark.parametrize("forge", FORGED)

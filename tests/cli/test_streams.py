@@ -19,7 +19,7 @@ Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
 
 
-def test_a_closed_stdin_is_the_end_of_the_input(monkeypatch: Patch, capsys: Capture) -> None:
+def test_a_closed_stdin_is_an_empty_input(monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["chat"]) == 0
     for command in ("generate", "tokenize"):
@@ -28,7 +28,7 @@ def test_a_closed_stdin_is_the_end_of_the_input(monkeypatch: Patch, capsys: Capt
             assert "there is no text" in capsys.readouterr().err
 
 
-def test_closed_outputs_end_nothing(monkeypatch: Patch) -> None:
+def test_closed_outputs_do_not_end_a_command(monkeypatch: Patch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", None)
         assert main(["generate", "One day", "-n", "2"]) == 0
@@ -44,7 +44,7 @@ def test_closed_outputs_end_nothing(monkeypatch: Patch) -> None:
         assert main(["chat", "-n", "2"]) == 0
 
 
-def test_what_is_piped_in_may_be_any_bytes(monkeypatch: Patch, capsys: Capture) -> None:
+def test_piped_input_may_be_any_bytes(monkeypatch: Patch, capsys: Capture) -> None:
     piped = io.TextIOWrapper(io.BytesIO(b"Lucy \xff has a kite.\n/history\n"), encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", piped)
     assert main(["chat", "-n", "2"]) == 0
@@ -69,9 +69,7 @@ def test_every_error_of_the_package_is_one_line(capsys: Capture) -> None:
 @pytest.mark.parametrize(
     "wrong", [("--temperature", "nan"), ("--top-p", "7"), ("--seed", "-5"), ("--stop", "")]
 )
-def test_a_value_that_can_never_be_meant_is_wrong_usage(
-    wrong: tuple[str, str], capsys: Capture
-) -> None:
+def test_impossible_values_are_wrong_usage(wrong: tuple[str, str], capsys: Capture) -> None:
     for command in (["generate", "One day"], ["chat"]):
         assert main([*command, *wrong]) == 2
         error = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The anthropic package, as a strict client, gets what it asks for."""
+"""The anthropic package as a strict client."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_stream_builds_the_whole_message(client: Any) -> None:
     assert final.usage.output_tokens == 12
 
 
-def test_stop_sequences_are_named(client: Any) -> None:
+def test_the_stop_sequence_that_ended_a_message_is_reported(client: Any) -> None:
     options = {"model": "stories", "max_tokens": 40, "messages": MESSAGES}
     options["extra_body"] = {"temperature": 0}
     text = client.messages.create(**options).content[0].text
@@ -77,7 +77,7 @@ def test_diagnostics_say_what_changed(client: Any) -> None:
     assert reason.type == "previous_message_not_found"
 
 
-def test_errors_have_its_form(client: Any) -> None:
+def test_errors_are_anthropics_error_objects(client: Any) -> None:
     with pytest.raises(anthropic.BadRequestError) as caught:
         client.messages.create(model="stories", max_tokens=4, messages=[])
     assert caught.value.body["error"]["type"] == "invalid_request_error"

@@ -72,7 +72,7 @@ def test_a_long_conversation_may_have_breakpoints_in_every_turn(address: str) ->
 
 
 @pytest.mark.parametrize("ttl", [0, -1, "soon", "9999d", True, float("1e300"), "٣m"])
-def test_a_ttl_that_is_none_is_refused(address: str, ttl: Any) -> None:
+def test_an_invalid_ttl_is_refused(address: str, ttl: Any) -> None:
     parts = [part(STORY, prompt_cache_breakpoint={"mode": "explicit", "ttl": ttl})]
     sent = {"messages": [{"role": "user", "content": parts}], "max_tokens": 1}
     answer = httpx.post(address + CHAT, json=sent)
@@ -89,7 +89,7 @@ def test_pinned_prefixes_outlast_a_flood(serve: Callable[..., str]) -> None:
     assert kept["cached_tokens"] > 64
 
 
-def test_thinking_is_not_kept(thinker: str) -> None:
+def test_reasoning_is_not_cached(thinker: str) -> None:
     address = thinker
     prompt = "<|im_start|>user\n" + STORY + "<|im_end|>\n<|im_start|>assistant\n"
     sent = {"messages": [{"role": "user", "content": STORY}], "max_tokens": 80, "temperature": 0}
@@ -128,7 +128,7 @@ def test_prompts_are_those_of_the_template_alone(engine: Engine) -> None:
 # Pins ---------------------------------------------------------------------------------------------
 
 
-def test_pins_of_one_tenant_never_push_out_those_of_another(engine: Engine) -> None:
+def test_pins_of_one_tenant_do_not_evict_those_of_another(engine: Engine) -> None:
     llm = engine.llm
     board = PinBoard(llm)
     rng = np.random.default_rng(0)
@@ -149,7 +149,7 @@ def test_pins_of_one_tenant_never_push_out_those_of_another(engine: Engine) -> N
     assert stats.ram_bytes <= stats.max_ram_bytes
 
 
-def test_a_pin_that_is_renewed_is_one_pin(engine: Engine) -> None:
+def test_a_renewed_pin_replaces_the_old_one(engine: Engine) -> None:
     board = PinBoard(engine.llm)
     tokens = np.arange(3, 203, dtype=np.int32)
     engine.llm.generator.submit(tokens, 1, namespace="ann").wait()

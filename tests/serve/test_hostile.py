@@ -85,7 +85,7 @@ def test_a_hostile_body_is_refused_at_once(address: str, body: Any) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens", "/v1/responses"])
-def test_the_other_forms_refuse_what_is_deep(address: str, path: str) -> None:
+def test_deeply_nested_requests_of_the_other_apis_are_refused(address: str, path: str) -> None:
     deep = nested(400)
     body = {"model": "x", "max_tokens": 1, "messages": [{"role": "user", "content": [deep]}]}
     body |= {"input": [deep], "tools": [deep], "system": [deep]}
@@ -118,7 +118,7 @@ def test_an_ambiguous_grammar_does_not_stop_the_server(
     assert done.wait(50)
 
 
-def test_a_body_that_never_ends_is_cut_off(
+def test_a_body_without_end_is_refused(
     serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve_http, "BODY_SECONDS", 0.5)
@@ -145,7 +145,7 @@ def test_bodies_together_are_bounded(serve: Callable[..., str]) -> None:
     assert is_well(address)
 
 
-def test_headers_that_do_not_come_close_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_sends_no_headers_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     from serve.conftest import serving
 
     monkeypatch.setattr(server, "IDLE_SECONDS", 0.3)
@@ -178,7 +178,7 @@ def test_floods_of_headers_are_refused(address: str) -> None:
 # Web pages ----------------------------------------------------------------------------------------
 
 
-def test_without_keys_other_sites_do_not_reach_the_server(address: str) -> None:
+def test_a_server_without_keys_refuses_pages_of_other_sites(address: str) -> None:
     body = {"messages": MESSAGES, "max_tokens": 1}
     for headers in ({"Origin": "https://evil.example"}, {"Host": "evil.example"}):
         answer = httpx.post(address + CHAT, json=body, headers=headers)
@@ -214,7 +214,7 @@ def test_a_path_cannot_write_into_the_log(address: str) -> None:
 # Tenants ------------------------------------------------------------------------------------------
 
 
-def test_a_hostile_tenant_finds_nothing_of_another(serve: Callable[..., str]) -> None:
+def test_a_hostile_tenant_finds_no_data_of_another(serve: Callable[..., str]) -> None:
     address = serve(keys=KEYS)
     ann, bob = ({"x-api-key": key} for key in KEYS)
     secret = "The word of the day is kite and nobody must know it. " * 6
@@ -258,7 +258,7 @@ def test_a_guessed_key_opens_nothing(serve: Callable[..., str], header: str) -> 
         assert answer.headers["www-authenticate"] == "Bearer"
 
 
-def test_prefetches_do_not_hold_up_the_others(serve: Callable[..., str]) -> None:
+def test_prefetches_do_not_delay_other_requests(serve: Callable[..., str]) -> None:
     address = serve()
     stop = threading.Event()
 

@@ -198,7 +198,7 @@ def run(suite: Path, name: str, port: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_what_llama_servers_tests_say(suite: Path, name: str, worker_port: int) -> None:
+def test_llama_servers_own_tests_pass(suite: Path, name: str, worker_port: int) -> None:
     found = run(suite, name, worker_port)
     failed = {test for test, outcome in found.items() if outcome in ("failure", "error")}
     unexpected = {test for test in failed if test.partition("[")[0] not in OTHER[name]}

@@ -1,4 +1,4 @@
-"""The openai package, as a strict client, gets what it asks for."""
+"""The openai package as a strict client."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_models_are_listed(client: Any) -> None:
         client.models.retrieve("other")
 
 
-def test_a_response_goes_on_from_a_stored_one(client: Any) -> None:
+def test_a_response_continues_a_stored_one(client: Any) -> None:
     first = client.responses.create(
         model="stories", input="Lucy has a red kite.", max_output_tokens=8
     )
@@ -137,7 +137,7 @@ def test_a_response_goes_on_from_a_stored_one(client: Any) -> None:
         client.responses.create(model="stories", input="x", previous_response_id=first.id)
 
 
-def test_a_streamed_response_ends_with_the_whole_one(client: Any) -> None:
+def test_a_streamed_response_ends_with_the_whole_response(client: Any) -> None:
     stream = client.responses.create(
         model="stories", input="Lucy has a kite.", max_output_tokens=8, stream=True
     )
@@ -148,7 +148,7 @@ def test_a_streamed_response_ends_with_the_whole_one(client: Any) -> None:
     assert events[-1].response.output_text == text
 
 
-def test_many_clients_get_what_one_gets(address: str) -> None:
+def test_many_clients_get_the_texts_that_one_gets(address: str) -> None:
     prompts = ["Lucy has", "Tom is", "One day", "The dog"] * 8
 
     async def ask(client: Any, prompt: str) -> str:

@@ -96,7 +96,7 @@ def test_tenants_share_nothing(serve: Callable[..., str]) -> None:
     assert cached("key-of-ann") > 0
 
 
-def test_what_does_not_fit_the_queue_is_told_to_come_again(serve: Callable[..., str]) -> None:
+def test_a_full_queue_answers_429_with_retry_after(serve: Callable[..., str]) -> None:
     address = serve(llm={"n_parallel": 1}, models={"max_waiting": 2})
 
     async def ask(client: Any) -> Any:
@@ -115,7 +115,7 @@ def test_what_does_not_fit_the_queue_is_told_to_come_again(serve: Callable[..., 
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_client_that_goes_away_frees_its_place(
+def test_a_client_that_disconnects_frees_its_place(
     serve: Callable[..., str], is_stream: bool
 ) -> None:
     address = serve(llm={"n_parallel": 1})
@@ -132,14 +132,14 @@ def test_a_client_that_goes_away_frees_its_place(
         time.sleep(0.05)
 
 
-def test_time_limits_end_a_request_with_what_it_has(serve: Callable[..., str]) -> None:
+def test_a_timeout_ends_a_request_with_its_text_so_far(serve: Callable[..., str]) -> None:
     address = serve(models={"timeout": 0.5}, llm={"n_ctx": 8192})
     answer = httpx.post(address + CHAT, json={"messages": MESSAGES, "temperature": 1}, timeout=30)
     assert answer.status_code == 200
     assert answer.json()["choices"][0]["finish_reason"] == "length"
 
 
-def test_the_cache_says_where_transcripts_part(address: str) -> None:
+def test_why_shows_where_transcripts_diverge(address: str) -> None:
     before = [{"role": "user", "content": "Lucy has a red kite."}]
     after = [{"role": "user", "content": "Lucy has a brown dog."}]
     found = httpx.post(f"{address}/cache/why", json={"before": before, "after": after}).json()
@@ -149,7 +149,7 @@ def test_the_cache_says_where_transcripts_part(address: str) -> None:
     assert "brown" in found["after"]
 
 
-def test_prefixes_are_pinned_and_metrics_are_there(address: str) -> None:
+def test_prefixes_are_pinned_and_metrics_are_exported(address: str) -> None:
     httpx.post(address + CHAT, json={"messages": MESSAGES, "max_tokens": 1})
     assert (
         httpx.post(f"{address}/cache/pin", json={"messages": MESSAGES, "ttl": 60}).json()[
@@ -191,7 +191,7 @@ def ask(address: str) -> dict[str, Any]:
     return found
 
 
-def test_a_restart_begins_with_what_was_known(tmp_path: Path) -> None:
+def test_a_restarted_server_reuses_prefixes(tmp_path: Path) -> None:
     process, address = start(folder=tmp_path)
     assert ask(address)["prompt_tokens_details"]["cached_tokens"] == 0
     process.send_signal(signal.SIGTERM)

@@ -64,7 +64,7 @@ def test_a_chat_calls_a_tool_and_gets_its_result(client: Any, is_stream: bool) -
     assert answer.choices[0].message.content
 
 
-def test_a_call_that_is_cut_ends_with_the_length(client: Any) -> None:
+def test_a_truncated_call_finishes_with_length(client: Any) -> None:
     whole = client.chat.completions.create(
         model="m", messages=MESSAGES, tools=TOOLS, extra_body=ONE, temperature=0
     )
@@ -120,7 +120,7 @@ def test_a_response_calls_a_function(client: Any, is_stream: bool) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_reasoning_is_apart_from_the_answer(client: Any, claude: Any, is_stream: bool) -> None:
+def test_reasoning_is_separate_from_the_answer(client: Any, claude: Any, is_stream: bool) -> None:
     options = {"model": "m", "messages": MESSAGES, "extra_body": THINKS}
     if is_stream:
         deltas = [

@@ -107,7 +107,7 @@ def chat(
                     one.obey(line)
                 else:
                     one.answer(line, max_tokens, sampler, stop)
-            except KeyboardInterrupt:  # between two steps; `end` saves what is not saved
+            except KeyboardInterrupt:  # between two turns; `end` saves the chat
                 click.echo()
                 note(_ENDS)
         one.end()
@@ -273,7 +273,7 @@ class Chat:
         note("(/help lists the commands)")
 
     def end(self) -> None:
-        """Save what is not saved yet, and say where the chat is."""
+        """Save the branch if necessary, and report where the chat is."""
         session = self._session
         if session is None:
             return
@@ -301,7 +301,7 @@ class Chat:
             return
         try:
             self._session.save(self.branch)
-        except (OSError, KvCacheError) as error:  # the chat goes on; the next turn may be saved
+        except (OSError, KvCacheError) as error:  # the next turn may be saved
             note(f"(this turn is not saved: {one_line(error)})")
 
     def answer(
@@ -373,7 +373,7 @@ class Chat:
         if n < 1:
             raise ValueError("/rewind removes at least 1 turn")
         if n > (there := len(self.branch.turns)):
-            raise ValueError(f"there {'is' if there == 1 else 'are'} {_turns(there)} to remove")
+            raise ValueError(f"the chat has only {_turns(there)}")
         self._changed = self.branch
         self.branch.rewind(n)
         note(f"({_turns(n)} removed: {self._size(self.branch, left=' left')})")

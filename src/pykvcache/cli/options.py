@@ -1,4 +1,4 @@
-"""Options that several commands share, and what becomes of them."""
+"""Options that several commands share, and their conversion to texts and samplers."""
 
 from __future__ import annotations
 

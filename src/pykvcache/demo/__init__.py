@@ -94,7 +94,7 @@ def run(
 
 
 def _summary(screen: Screen, stage: Stage, fresh: Fresh, seconds: float) -> bool:
-    screen.heading("What was done")
+    screen.heading("Summary")
     screen.table(
         ("operation", "tokens\nevaluated", "anew", "time", "equal to a\nfresh run?"),
         [(row.operation, *_figures(row), _verdict(row, fresh)) for row in stage.rows],

@@ -153,7 +153,7 @@ def rewind(stage: Stage) -> None:
     difference = stage.fresh.difference(ctx.logits(), evaluated)
     stage.show_answer(second, answer)
     if can_rewind:
-        how, name = f"{n_rewound} tokens were taken back", f"rewind {n_rewound}, ask again"
+        how, name = f"{n_rewound} tokens were removed", f"rewind {n_rewound}, ask again"
     else:
         how = (
             f"{ctx.memory_kind} memory cannot be rewound: a copy made before took the place "
@@ -238,7 +238,7 @@ class _FullCache:
     def close_gap(self, token: int) -> bool:
         """Drop the middle, move the rest down, decode the token that found no cell."""
         stage, ctx, keep, end = self.stage, self.ctx, self.keep, self.keep + self.drop
-        row = Row(f"full: drop {self.drop}, shift, go on", mark=" *")
+        row = Row(f"full: drop {self.drop}, shift, continue", mark=" *")
         stage.rows.append(row)
         before, last = self.tokens, ctx.kv_cache_seq_pos_max(0)
         with Meter(ctx) as meter:
@@ -288,7 +288,7 @@ class _FullCache:
             more = self.next()
             self.feed(more)
             new += more
-        stage.screen.given("on it goes", "", "... " + " ".join(stage.text(new).split()))
+        stage.screen.given("continued", "", "... " + " ".join(stage.text(new).split()))
         question = stage.tokens(stage.script.questions[2])
         if self.ctx.n_ctx - len(self.tokens) > len(question) + ANSWER:
             stage.show_answer(question, list(self.ctx.generate(question, ANSWER)))
@@ -417,7 +417,7 @@ ACTS: tuple[tuple[str, Callable[[Stage], None]], ...] = (
     ("Fork: one story, four continuations", fork),
     ("Rewind: take a question back, ask another", rewind),
     (f"Move: all positions change by {MOVE}, the logits stay", move),
-    ("Shift: a full cache goes on", shift),
+    ("Shift: a full cache continues", shift),
     ("Batch: eight texts, one decode per step", batch),
     ("A prefix cache: only what is new is evaluated", reuse),
 )

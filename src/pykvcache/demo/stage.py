@@ -1,4 +1,4 @@
-"""What the acts of the demo share: the model, the script, the measurements."""
+"""Stage: the model, the script and the measurements that the acts of the demo share."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def apart(a: Logits, b: Logits) -> float:
 
 @dataclass
 class Stage:
-    """What the acts share, and what they add to: rows and notes of the summary."""
+    """State that the acts share; each adds rows and notes to the summary."""
 
     model: LlamaModel
     ctx: LlamaContext

@@ -126,7 +126,7 @@ def _tokens(engine: Engine, request: CacheRequest) -> npt.NDArray[np.int32]:
 
 
 async def why(http: Request) -> Response:
-    """``POST /cache/why``: where two transcripts part, and what it costs."""
+    """``POST /cache/why``: where two transcripts diverge, and the tokens to evaluate."""
     request = read(http, WhyRequest)
     async with models_of(http).engine(request.model) as engine:
         return Json(await asyncio.to_thread(_compare, engine, request))

@@ -195,8 +195,10 @@ def test_a_restarted_server_reuses_prefixes(tmp_path: Path) -> None:
     process, address = start(folder=tmp_path)
     assert ask(address)["prompt_tokens_details"]["cached_tokens"] == 0
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    _, log = process.communicate(timeout=30)
     assert process.returncode in (0, -signal.SIGTERM)
+    assert log.count("POST") == 1, "one line per request"
+    assert "llama_model_loader" not in log
     process, address = start(folder=tmp_path)
     try:
         usage = ask(address)

@@ -241,6 +241,8 @@ def serve(
         level=logging.WARNING if quiet else logging.INFO,
         stream=sys.stderr,
     )
+    # llama.cpp logs some 150 lines per model that it loads.
+    logging.getLogger("pykvcache.llama").setLevel(logging.WARNING)
     try:
         listener = socket.create_server(
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET

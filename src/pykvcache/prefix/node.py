@@ -268,6 +268,8 @@ class Node:
         What it holds. Every node in a tree but a root has attention cells.
     namespace : str or None
         Of a root: whose paths begin here.
+    is_parting : bool
+        Whether prompts have gone on from its end in different ways.
     """
 
     __slots__ = (
@@ -276,6 +278,7 @@ class Node:
         "attention",
         "children",
         "end",
+        "is_parting",
         "namespace",
         "parent",
         "start",
@@ -293,6 +296,7 @@ class Node:
         self.window: Component | None = None
         self.state: Component | None = None
         self.namespace: str | None = None
+        self.is_parting = False
         self._key = key  # of the path before it
         self._names: list[bytes] | None = None
 

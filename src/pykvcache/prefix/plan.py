@@ -55,7 +55,9 @@ class Offer:
 class Plan(Offer):
     """What of an offer is to be inserted: the windows and states that are missing and can fit.
 
-    ``slack`` tokens before its windows are kept with them.
+    ``slack`` tokens before its windows are kept with them. Other prompts go on differently after
+    ``parting`` tokens; 0 where that is not known.
     """
 
     slack: int = 0
+    parting: int = 0

@@ -321,7 +321,11 @@ class PrefixTree:
         if shape.needs_state and (at := shape.deepest(max([0, *ends]) - 1, windows, states)) > 0:
             # The last place before the prompt's end. Other prompts can begin there, too.
             parting = [at]
-            ends = sorted({*ends, at})
+        elif shape.window_start is not None and (at := self._parting(match, n)) < n - slack:
+            at = shape.deepest(at, windows, states)
+            # Where one window alone fits, it stands where it spares most tokens.
+            parting = [at] if 2 * at > n else []
+        ends = sorted({*ends, *parting})
         budget = self.max_bytes if is_limited else math.inf
         while n and self._least_bytes(n, [*ends, n], slack, offer) > budget:
             if ends != parting:
@@ -340,7 +344,15 @@ class PrefixTree:
                 taken[at] = end
         if n <= match.n and not missing and not taken:
             return None
-        return Plan(n, missing, taken, [*ends, n], offer.priority, slack)
+        parted = 0 if shape.window_start is None else self._parting(match, n)
+        return Plan(n, missing, taken, [*ends, n], offer.priority, slack, parted)
+
+    @staticmethod
+    def _parting(match: Match, n: int) -> int:
+        """Return after how many of n tokens other prompts went on differently; 0 if unknown."""
+        node = match.node
+        parts = bool(node.children) or node.is_parting or not match.is_whole
+        return min(n, match.n) if parts else 0
 
     def _least_bytes(self, n: int, ends: Sequence[int], slack: int, offer: Offer) -> int:
         """Return how many bytes a prompt of n tokens takes that can go on from some ends."""
@@ -409,6 +421,8 @@ class PrefixTree:
             self._add_windows(node, first, last, plan.priority)
         for at, end in plan.states.items():
             self._add_state(self._boundary(self._node_of(node, at), at), end, plan.priority)
+        if plan.parting:
+            self._boundary(self._node_of(node, plan.parting), plan.parting).is_parting = True
         has_more = not self.shape.is_plain
         for each in node.path():
             assert each.attention is not None
@@ -705,6 +719,18 @@ class PrefixTree:
                 lost.append(node)
 
     # All of it ----------------------------------------------------------------------------------
+
+    def continuations(self, tokens: bytes, namespace: str = "") -> list[bytes]:
+        """Return the paths that go on from some tokens, whole."""
+        match = self.match(tokens, namespace)
+        if match.n * TOKEN_SIZE < len(tokens):
+            return []
+        ends = [match.node, *match.node.below()]
+        return [
+            b"".join(node.tokens for node in reversed(end.path()))
+            for end in ends
+            if end.end > match.n
+        ]
 
     def forget(self, tokens: bytes, namespace: str = "") -> None:
         """Drop some tokens, all that goes on from them, and all that only they need.

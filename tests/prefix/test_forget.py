@@ -88,3 +88,28 @@ def test_tiers_forget_a_branch_and_keep_the_others(case: Case, make_context: Mak
         assert known(cache, GONE) <= len(SHARED)
     with cache_of() as cache:
         assert known(cache, KEPT) == before
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "jamba"])
+@pytest.mark.parametrize("ram_bytes", [0, 1 << 26])
+def test_tiers_forget_what_memory_never_had(name: str, ram_bytes: int, make_context: Make) -> None:
+    """After a restart, and with every end of the conversation."""
+    store = MemoryStore()
+
+    def cache_of() -> PrefixCache:
+        ctx = make_context(name, n_ctx=512, n_seq_max=2)
+        return PrefixCache(
+            ctx, block_size=SIZE, ram_bytes=ram_bytes, tiers=[store], tier_seconds=20
+        )
+
+    with cache_of() as cache:
+        with cache.sequence(GONE) as sequence:
+            sequence.logits()
+            sequence.append(KEPT[:13])
+            sequence.logits()
+        assert cache.flush(30)
+        assert list(store.entries())
+    with cache_of() as cache:
+        cache.forget(GONE + KEPT[:13])
+        assert cache.flush(30)
+    assert not list(store.entries())

@@ -255,10 +255,12 @@ class CacheCore:
 
     def forget(self, tokens: bytes, namespace: str) -> None:
         """Drop some tokens, all that goes on from them, and all that only they need."""
+        tree = self.blocks.tree
         for space in self._spaces(namespace):
-            with self.blocks.change() as actions:
-                self.blocks.tree.forget(tokens, space)
-            self.link.forget(actions.removed, tokens, space)
+            paths = [tokens, *tree.continuations(tokens, space)]
+            with self.blocks.change():
+                tree.forget(tokens, space)
+            self.link.forget(paths, space)
 
     def clear(self, namespace: str | None) -> None:
         """Forget all of a namespace, or everything."""

@@ -248,7 +248,10 @@ class TierLink:
             (name, partial(out.cells, Kind.ATTENTION, i * size, size))
             for i, name in enumerate(names)
         ]
-        windows, places = set[int](), sorted({end for end in (*ends, *states) if end >= size})
+        match = out.match
+        partings = [node.end for node in match.nodes() if node.is_parting and node.end <= match.n]
+        places = sorted({end for end in (*ends, *states, *partings) if end >= size})
+        windows = set[int]()
         for end in places:
             windows.update(self._window_blocks(end))
         records += [
@@ -260,14 +263,19 @@ class TierLink:
         ]
         self.tiers.write(prompt, records)
 
-    def forget(self, names: Sequence[bytes], tokens: bytes, namespace: str) -> None:
-        """Remove blocks from the tiers, with their windows and the end record of some tokens."""
-        if self.has_tiers:
-            prompt = self._named(tokens, namespace)
-            keys = [*names, *(window_key(name) for name in names)]
-            if prompt.names:
-                keys.append(prompt.end_key(len(prompt)))
-            self.tiers.remove(keys)
+    def forget(self, paths: Iterable[bytes], namespace: str) -> None:
+        """Remove from the tiers what they may have of some paths and memory does not keep."""
+        if not self.has_tiers:
+            return
+        keys, size = dict[bytes, None](), self._memory.shape.block_size
+        for path in paths:
+            prompt = self._named(path, namespace)
+            known = self._blocks.tree.match(path, namespace).n
+            for name in prompt.names[known // size :]:
+                keys[name] = keys[window_key(name)] = None
+            for end in range(max(known + 1, size), len(prompt) + 1):
+                keys[prompt.end_key(end)] = None
+        self.tiers.remove(list(keys))
 
     def _window_blocks(self, end: int) -> range:
         """Return the full blocks whose window cells are kept for an end."""
@@ -284,11 +292,11 @@ class _Out:
     def __init__(
         self, memory: CacheMemory, match: Match, source: Source | None, states: dict[int, EndState]
     ) -> None:
-        self._memory, self._match, self._source, self._states = memory, match, source, states
+        self._memory, self.match, self._source, self._states = memory, match, source, states
 
     def cells(self, kind: Kind, begin: int, n: int) -> Buffer | None:
         """Return cells in one piece; None where they cannot be read."""
-        first, chunks = self._match.chunks(kind, begin, begin + n)
+        first, chunks = self.match.chunks(kind, begin, begin + n)
         if first == begin and sum(used for _, _, used in chunks) == n:
             return self._memory.join(kind, chunks)
         if self._source is None:
@@ -301,7 +309,7 @@ class _Out:
 
     def _state(self, end: int) -> EndState:
         found = self._states.get(end) or EndState()
-        known = self._match.end_at(end)
+        known = self.match.end_at(end)
         return found if known is None else found.with_all_of(known)
 
     def has_end(self, end: int) -> bool:

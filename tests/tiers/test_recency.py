@@ -32,9 +32,10 @@ def reusable(ctx: LlamaContext, store: BlockStore, prompt: list[int]) -> int:
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("keep", [None, 0], ids=["kept", "kept none of"])
 @pytest.mark.parametrize("ram", [0, 64 << 20], ids=["read from the tier", "served from memory"])
 def test_a_popular_prompt_stays_in_a_tier_that_is_full(
-    ram: int, name: str, make_context: Make
+    ram: int, keep: int | None, name: str, make_context: Make
 ) -> None:
     """Reading was no use once: the prompt was first in, first out, however often it came."""
     ctx = make_context(name)
@@ -54,6 +55,7 @@ def test_a_popular_prompt_stays_in_a_tier_that_is_full(
                 sequence.evaluate()
                 if i and not i % 5:
                     assert sequence.reuse.evaluated <= SIZE, i
+                    sequence.close(keep=keep)
     assert store.counters.removed > 50
     assert reusable(ctx, store, POPULAR) >= 40 - SIZE
 

@@ -142,8 +142,18 @@ class Admission:
                 tokens = cells.ledger.part(0, n).tobytes()
                 ends = {at for at in (request.report.n_tokens, *request.boundaries, n) if at <= n}
                 self._link.write(tokens, request.space, ends, source, states)
+            if is_last and self._link.has_tiers:
+                self._use(request, n if wants else 0)
             if is_last:
                 blocks.release(request)
+
+    def _use(self, request: Request, n: int) -> None:
+        """Count the use of restored tokens that the request does not give back."""
+        report = request.report
+        restored = min(report.ram + report.disk + report.remote, request.cells.n_fresh)
+        if restored > n:
+            tokens = request.cells.ledger.part(0, restored).tobytes()
+            self._link.write(tokens, request.space, {restored}, None, {})
 
     def _source(self, request: Request, n: int) -> LiveCells | None:
         """Return where cells of a request are read from; None where memory has them already."""

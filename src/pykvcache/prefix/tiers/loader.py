@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from pykvcache.errors import ClosedError
 from pykvcache.prefix.block_hash import NamedPrompt, window_key
 from pykvcache.prefix.node import Kind, MemoryShape
 from pykvcache.prefix.tiers.records import END_OVERHEAD, End
@@ -173,7 +175,8 @@ class Load:
     def run(self) -> None:
         """Search, and read what was found."""
         try:
-            self._search()
+            with contextlib.suppress(ClosedError):  # the cache and its context went first
+                self._search()
         finally:
             with self._lock:
                 self.done.set()

@@ -150,7 +150,7 @@ class PrefixCache(Closing):
         stores = as_tiers(tiers, can_check=memory.has_layout)
         wait = as_wait(tier_seconds, "tier_seconds", 3600)
         self._pool = pool_of(context)
-        self._events = EventLog(min(most // 32, 16 << 20), later=self._pool.later)
+        self._events = EventLog(min(most // 64, 16 << 20), later=self._pool.later)
         self._blocks = BlockCache(memory, most, policy, root, self._events)
         envelope = Envelope(
             model=digests["model"], layout=digests["layout"], secret=secret, memory=memory.take
@@ -302,7 +302,9 @@ class PrefixCache(Closing):
     def forget(self, tokens: str | TokenInput, *, namespace: str | None = None) -> None:
         """Drop some tokens, all that goes on from them, and all that only they need.
 
-        In memory and in tiers. What sequences in use and pins hold stays.
+        In memory and in tiers. What sequences in use and pins hold stays. Tiers do not know which
+        of their blocks prompts share: those that memory has not are removed, too, and other prompts
+        evaluate them once more.
 
         Parameters
         ----------

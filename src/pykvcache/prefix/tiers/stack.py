@@ -23,7 +23,7 @@ __all__ = ["Record", "TierInput", "Tiers"]
 TierInput = str | os.PathLike[str] | BlockStore
 
 #: The key of a record, and what makes its content: None where it is not available.
-Record: TypeAlias = "tuple[bytes, Callable[[], Buffer | None]]"
+Record: TypeAlias = tuple[bytes, "Callable[[], Buffer | None]"]
 
 #: For how long `close` waits for what is still to be written.
 CLOSE_SECONDS = 30.0

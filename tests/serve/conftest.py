@@ -46,7 +46,7 @@ def serving(
         assert not thread.is_alive(), "the server did not end"
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _no_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Let clients read no certificates: each call of httpx reads all of them anew, in 0.05 s."""
     with pytest.MonkeyPatch.context() as patch:

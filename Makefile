@@ -33,8 +33,11 @@ demo: $(VENV)/.built ## show what it does, on the model that ships with it
 	@echo "To go on from here:  . $(BIN)/activate"
 	@echo "Then, for example:   pykvcache chat --session chat.kv"
 
+# One more than there are cores: some tests wait for processes and clocks.
+WORKERS := $(shell echo $$(($$(nproc 2>/dev/null || sysctl -n hw.ncpu) + 1)))
+
 test: lint ## lint, types, stubs, then every test (not those marked slow)
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 test-all: $(VENV)/.dev $(VENV)/.built ## the tests of `make test` on every test model, and those marked slow: an hour
 	PYKVCACHE_EVERY_MODEL=1 $(BIN)/python -m pytest -n auto -m ""

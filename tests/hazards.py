@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ def listed_ids() -> list[str]:
     return ids
 
 
+@functools.cache
 def marked_tests() -> dict[str, list[str]]:
     """Return the tests (``file::name``) that carry each id, in the order of ids."""
     found: dict[str, list[str]] = {}

@@ -42,7 +42,7 @@ from support.sanitizer import SLOWER
 
 MODELS = ["llama", "gemma3", "jamba", "bert"]
 MODELS += [pytest.param(n, marks=pytest.mark.slow) for n in ("qwen2vl", "mamba", "t5", "lfm2_swa")]
-CALLS = int(os.environ.get("PYKVCACHE_FUZZ_CALLS", "2000"))
+CALLS = int(os.environ.get("PYKVCACHE_FUZZ_CALLS", "1500"))
 SEED = os.environ.get("PYKVCACHE_FUZZ_SEED", "1")
 
 

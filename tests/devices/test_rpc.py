@@ -334,6 +334,7 @@ def gone_at_answers(llama: Path, which: str, limit: float = 300) -> None:
     assert "survived" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_server_goes_away_at_every_kind_of_answer(llama: Path) -> None:
     gone_at_answers(llama, "kinds")
 

@@ -15,7 +15,7 @@ from support.examples import some
 GEMMA = Kinds(window=512, attention_bytes=3072, window_bytes=15360, slack=128)
 MIB = 1 << 20
 BUDGETS = [300, 1500, 4000, 16_000, 10**9]
-USUAL = ("lru", "hit-density", "s3fifo")
+USUAL = ("lru", "hit-density")
 #: How programs evict that store whole prompts is not ours to improve.
 OURS = [name for name in POLICIES if name not in ("llama-server", "mlx-lm")]
 

@@ -38,7 +38,11 @@ def test_an_unknown_workload_raises() -> None:
 
 @pytest.mark.parametrize(
     ("name", "share"),
-    [("chat", 0.05), ("scan", 0.05), ("loop", 0.2), ("agents", 0.02), ("twice", 0.5)],
+    [
+        *(("chat", 0.05), ("scan", 0.05)),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("loop", 0.2), ("agents", 0.02))),
+        ("twice", 0.5),
+    ],
 )
 def test_the_default_is_close_to_the_best_simple_policy(name: str, share: float) -> None:
     """Each of these is served badly by some policy: no simple one passes them all."""

@@ -21,6 +21,7 @@ from pykvcache.arrays import (
     RotatingKVCache,
 )
 from pykvcache.errors import CacheValueError
+from support.examples import examples
 
 BYTES = 256 * HEADS * (K_DIM + V_DIM) * 4
 
@@ -42,7 +43,7 @@ def fetched(lru: Any, tokens: Any, model: str = "m") -> Any:
     return (None if got is None else [stored(cache) for cache in got]), rest
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     steps=st.lists(
         st.tuples(

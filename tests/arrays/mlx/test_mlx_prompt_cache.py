@@ -38,6 +38,7 @@ from pykvcache.arrays import (
     trim_prompt_cache,
 )
 from pykvcache.errors import CacheDTypeError, CacheOrderError, CacheValueError, KvCacheError
+from support.examples import examples
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy")
 from safetensors import SafetensorError, safe_open  # noqa: E402
@@ -328,7 +329,7 @@ def test_a_batch_that_mlx_lm_merged_from_wrapped_rings_is_read(tmp_path: Path, l
 # Damaged and foreign files ---------------------------------------------------------------------
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 @given(data=st.data())
 def test_a_damaged_header_is_a_cache_error(tmp_path_factory: Any, data: st.DataObject) -> None:
     path, layer = tmp_path_factory.mktemp("damaged") / "c", data.draw(st.sampled_from(LAYERS))

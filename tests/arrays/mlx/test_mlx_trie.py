@@ -13,11 +13,12 @@ from mlx_support import pickled
 
 from pykvcache.arrays import LRUPromptCache, PromptTrie, PromptTrieResult, TokenBuffer
 from pykvcache.errors import CacheDTypeError, CacheKeyError, CacheValueError
+from support.examples import examples
 
 SEQUENCES = st.lists(st.integers(0, 2), max_size=5)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     steps=st.lists(
         st.tuples(st.sampled_from(["add", "add", "pop", "prefixes", "copy"]), SEQUENCES),

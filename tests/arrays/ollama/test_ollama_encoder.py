@@ -20,6 +20,7 @@ from pykvcache.errors import (
     NotSupported,
     PositionError,
 )
+from support.examples import examples
 
 
 def made(**config: Any) -> Any:
@@ -37,7 +38,7 @@ def stored(pos: int = 2) -> Any:
     return cache
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(data=st.data())
 def test_the_cache_is_its_last_item_and_a_position(data: st.DataObject) -> None:
     cache = made()

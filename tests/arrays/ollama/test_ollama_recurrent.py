@@ -36,7 +36,7 @@ def best_pos(checkpoints: CheckpointRing, target: int) -> int:
     return -1 if place is None else checkpoints.at(place)[0]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     count=st.integers(0, 4),
     steps=st.lists(

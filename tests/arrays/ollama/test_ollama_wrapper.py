@@ -46,6 +46,7 @@ from pykvcache.errors import (
     NotSupported,
     ReentryError,
 )
+from support.examples import examples
 
 
 class Fault(Exception):
@@ -89,7 +90,7 @@ def put_all(wrapper: WrapperCache, values: Any, sequences: Any, positions: Any) 
     wrapper.set_layer_type(0)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(data=st.data())
 def test_a_wrapper_is_its_caches_side_by_side_or_refuses_as_one(data: st.DataObject) -> None:
     alone = [made(CausalCache(add_shift), 2, 6, 4), made(SWAMemCache(2, 3, add_shift), 2, 6, 4)]

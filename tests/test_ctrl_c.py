@@ -27,7 +27,7 @@ Fresh = Callable[..., Logits]
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows handles it as Python does")
 
 #: Interrupts of each program.
-TIMES = int(os.environ.get("PYKVCACHE_FUZZ_INTERRUPTS", "80"))
+TIMES = int(os.environ.get("PYKVCACHE_FUZZ_INTERRUPTS", "100"))
 
 PROGRAM = """
 import faulthandler, gc, os, random, signal, sys, threading, time
@@ -131,7 +131,7 @@ print(sorted(waits)[len(waits) // 2])
 """
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "jamba"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "gemma3", "jamba"])
 def test_everything_goes_on_after_interrupts_at_any_time(
     name: str, child: Child, model: Any, tmp_path: Path
 ) -> None:

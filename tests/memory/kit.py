@@ -109,11 +109,11 @@ EVERY_CASE = tuple(
 _EXAMPLES = (
     *("llama-unified", "llama-streams", "gemma3-unified-window", "gemma3-streams"),
     *("qwen2vl-unified", "mamba-unified", "jamba-streams", "lfm2_swa-unified-window"),
-    *("t5-unified", "dots3note-streams", "deepseek4-streams", "qwen4exp-streams"),
+    *("t5-unified", "deepseek4-streams"),
 )
 
 CASES = tuple(case for case in EVERY_CASE if EVERY_MODEL or str(case) in _EXAMPLES)
-"""Every kind of memory, for examples: in `make test` most of them in one mode."""
+"""The kinds of memory, for examples: in `make test` most of them in one mode."""
 
 EVERY_SERVED = tuple(case for case in EVERY_CASE if case.info.can_cache)
 SERVED = tuple(case for case in CASES if case.info.can_cache)

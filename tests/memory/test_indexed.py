@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memory.kit import CASES, Bench, Case
+from memory.kit import EVERY_CASE, Bench, Case
 from pykvcache import LlamaBatch, LlamaContext
 from pykvcache.errors import ContextCreateError, InvalidBatch, NoKvCacheSlot, UnsupportedOperation
 from support.models import MODELS
 
 MakeBench = Callable[..., Bench]
-bounded_case = pytest.mark.parametrize("case", [c for c in CASES if c.info.bounded], ids=str)
+bounded_case = pytest.mark.parametrize("case", [c for c in EVERY_CASE if c.info.bounded], ids=str)
 
 CLASSES = {
     "deepseek32": "llama_kv_cache_dsa",

@@ -12,7 +12,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from memory.kit import CASES, Bench, Case, apart
+from memory.kit import EVERY_CASE, Bench, Case, apart
 from pykvcache import LlamaBatch, LlamaContext, LlamaModel, LlamaSequence
 from pykvcache.errors import ContextCreateError, NoKvCacheSlot, UnsupportedOperation
 from support.models import MODELS
@@ -21,7 +21,7 @@ MakeBench = Callable[..., Bench]
 BACK = 4
 WHAT = ("feed", "feed", "batch", "even", "even", "copy", "remove", "back", "back", "back")
 ROLLBACK = [
-    *(case for case in CASES if case.info.rollback),
+    *(case for case in EVERY_CASE if case.info.rollback),
     Case("nemotron_h"),
     Case("nemotron_h", unified=False),
 ]

@@ -56,6 +56,18 @@ def _no_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 @pytest.fixture(scope="session")
+def openai() -> Any:
+    """The package, which takes a second to import."""
+    return pytest.importorskip("openai")
+
+
+@pytest.fixture(scope="session")
+def anthropic() -> Any:
+    """The package, which takes some seconds to import."""
+    return pytest.importorskip("anthropic")
+
+
+@pytest.fixture(scope="session")
 def thinking() -> str:
     """The template of a model that thinks and calls tools."""
     path = TEMPLATES / "Qwen-Qwen3-0.6B.jinja"

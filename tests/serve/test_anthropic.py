@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 
-anthropic = pytest.importorskip("anthropic")
-
 MESSAGES = [{"role": "user", "content": "Lucy has a red kite. Tom is a baker."}]
 SYSTEM = "This is a story about Lucy and Tom, who live by the sea. Ben works at the mill. "
 
 
 @pytest.fixture(scope="module")
-def client(address: str) -> Any:
+def client(address: str, anthropic: Any) -> Any:
     with anthropic.Anthropic(base_url=address, api_key="none", max_retries=0) as found:
         yield found
 
@@ -77,7 +75,7 @@ def test_diagnostics_say_what_changed(client: Any) -> None:
     assert reason.type == "previous_message_not_found"
 
 
-def test_errors_are_anthropics_error_objects(client: Any) -> None:
+def test_errors_are_anthropics_error_objects(client: Any, anthropic: Any) -> None:
     with pytest.raises(anthropic.BadRequestError) as caught:
         client.messages.create(model="stories", max_tokens=4, messages=[])
     assert caught.value.body["error"]["type"] == "invalid_request_error"

@@ -11,13 +11,11 @@ from urllib.request import urlopen
 import numpy as np
 import pytest
 
-openai = pytest.importorskip("openai")
-
 PROMPT = [{"role": "user", "content": "Lucy has a red kite. Tom is a baker."}]
 
 
 @pytest.fixture(scope="module")
-def client(address: str) -> Any:
+def client(address: str, openai: Any) -> Any:
     with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as found:
         yield found
 
@@ -114,14 +112,14 @@ def test_embeddings_have_unit_length_in_both_encodings(client: Any) -> None:
         np.testing.assert_array_equal(np.frombuffer(base64.b64decode(one.embedding), "<f4"), row)
 
 
-def test_models_are_listed(client: Any) -> None:
+def test_models_are_listed(client: Any, openai: Any) -> None:
     assert [model.id for model in client.models.list()] == ["stories"]
     assert client.models.retrieve("stories").id == "stories"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
 
 
-def test_a_response_continues_a_stored_one(client: Any) -> None:
+def test_a_response_continues_a_stored_one(client: Any, openai: Any) -> None:
     first = client.responses.create(
         model="stories", input="Lucy has a red kite.", max_output_tokens=8
     )
@@ -148,7 +146,7 @@ def test_a_streamed_response_ends_with_the_whole_response(client: Any) -> None:
     assert events[-1].response.output_text == text
 
 
-def test_many_clients_get_the_texts_that_one_gets(address: str) -> None:
+def test_many_clients_get_the_texts_that_one_gets(address: str, openai: Any) -> None:
     prompts = ["Lucy has", "Tom is", "One day", "The dog"] * 8
 
     async def ask(client: Any, prompt: str) -> str:

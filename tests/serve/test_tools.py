@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 
-openai = pytest.importorskip("openai")
-anthropic = pytest.importorskip("anthropic")
-
 MESSAGES: list[Any] = [{"role": "user", "content": "How is the weather by the sea?"}]
 PARAMETERS = {
     "type": "object",
@@ -32,13 +29,13 @@ THINKS = {"grammar": r'root ::= "<think>\n" [a-z ]{5,9} "\n</think>\n\n" [a-z]{3
 
 
 @pytest.fixture(scope="module")
-def client(thinker: str) -> Any:
+def client(thinker: str, openai: Any) -> Any:
     with openai.OpenAI(base_url=f"{thinker}/v1", api_key="none", max_retries=0) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def claude(thinker: str) -> Any:
+def claude(thinker: str, anthropic: Any) -> Any:
     with anthropic.Anthropic(base_url=thinker, api_key="none", max_retries=0) as found:
         yield found
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from memory.kit import NAMES, Bench, Case, apart
+from memory.kit import EVERY_CASE, NAMES, Bench, Case, apart
 from pykvcache import LlamaBatch
 from pykvcache.errors import DecodeAborted, UnsupportedOperation
 from pykvcache.state import PartialState
@@ -17,6 +17,7 @@ from state.partial_kit import (
     RECURRENT,
     MakeBench,
     forgetful,
+    is_forgetful,
     put_back,
     refused,
 )
@@ -203,4 +204,4 @@ def test_it_cures_an_aborted_decode(case: Case, bench: MakeBench) -> None:
 def test_every_forgetful_model_is_here() -> None:
     with_states = {name: MODELS[name] for name in usual(NAMES) if MODELS[name].has_states}
     names = {name for name, info in with_states.items() if info.n_swa or info.has_recurrent_state}
-    assert {case.name for case in FORGETFUL} == names
+    assert {case.name for case in EVERY_CASE if is_forgetful(case)} == names

@@ -94,7 +94,6 @@ def test_demo_is_repeatable(capsys: pytest.CaptureFixture[str]) -> None:
         ("gemma3", set()),
         ("mamba", set()),
         ("lfm2", {"full: drop 224"}),
-        ("qwen2vl", {"move all by 64", "full: drop 224"}),
     ],
 )
 def test_demo_on_every_kind_of_memory(

@@ -25,7 +25,7 @@ from support.examples import examples
 
 ALL = (*EVERY_CASE, Case("bert"))
 SEED = os.environ.get("PYKVCACHE_FUZZ_SEED", "1")
-STEPS = examples(400)
+STEPS = examples(300)
 """On each memory."""
 # Few programs a round: the last one ends soon after the steps asked for. Explaining a failure costs
 # more programs than finding and shrinking it.

@@ -84,8 +84,8 @@ EDITS: dict[str, Callable[[PrefixCache, LlamaSequence], object]] = {
 @pytest.mark.parametrize("ids", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("llama", {"keep_logits": True}), ("gemma3", {}), ("jamba", {})],
-    ids=["llama-logits", "gemma3", "jamba"],
+    [("llama", {"keep_logits": True}), ("jamba", {})],
+    ids=["llama-logits", "jamba"],
 )
 def test_a_subscriber_may_edit_the_sequence_that_it_hears_of(
     name: str,

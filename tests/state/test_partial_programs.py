@@ -18,7 +18,7 @@ from state.partial_kit import is_forgetful
 from state.partial_programs import PartialProgram
 from support.examples import examples
 
-STEPS = examples(150)
+STEPS = examples(100)
 SETTINGS = settings(max_examples=4, stateful_step_count=60, phases=[Phase.generate, Phase.shrink])
 
 

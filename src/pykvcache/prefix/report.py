@@ -132,10 +132,8 @@ class Difference:
         mine, theirs = piece_of(self.model, own), piece_of(self.model, self.other)
         if text is None or mine is None or theirs is None:
             return f"token {at} is {own}: the nearest known prompt has {self.other}"
-        return (
-            f"token {at}, after {text[-40:]!r}, is {mine!r}: "
-            f"the nearest known prompt has {theirs!r}"
-        )
+        place = f"token {at}, after {text[-40:]!r}," if text else f"token {at}"
+        return f"{place} is {mine!r}: the nearest known prompt has {theirs!r}"
 
 
 @dataclass

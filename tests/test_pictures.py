@@ -29,6 +29,7 @@ from pykvcache import (
 )
 from pykvcache._drawing.cells import SHARED
 from pykvcache.errors import UnsupportedOperation
+from pykvcache.kv import SequenceKV
 from pykvcache.prefix.report import ReuseReport
 
 
@@ -186,3 +187,8 @@ def test_names_are_text_and_no_formulas(tmp_path: Path) -> None:
             assert repr(space) in str(cache.tree())
         for space in spaces[:2]:
             ElementTree.fromstring(cache.plot(space)._repr_svg_())
+
+
+def test_positions_of_another_shape_are_not_drawn() -> None:
+    with pytest.raises(ValueError, match=r"positions have shape \(\)"):
+        SequenceKV(np.array(3, np.int32), []).plot()

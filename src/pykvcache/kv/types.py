@@ -322,7 +322,10 @@ def _joined(parts: Sequence[SequenceKV]) -> list[LayerKV]:
 
 def _need_drawable(part: SequenceKV[Any]) -> None:
     """Refuse arrays that do not fit their positions."""
-    n = len(part.positions) if np.ndim(part.positions) == 1 else -1
+    if np.ndim(part.positions) != 1:
+        shape = np.shape(part.positions)
+        raise ArgumentError(f"positions have shape {shape}, not (n_tokens,)", "positions", shape)
+    n = len(part.positions)
     for layer in part.layers:
         if isinstance(layer, LayerKV):
             for array in (layer.keys, layer.values):

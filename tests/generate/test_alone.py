@@ -8,12 +8,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from memory.kit import CASES, Case, Make
+from memory.kit import EVERY_CASE, Case, Make
 from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, Sampler
 from pykvcache.errors import DecodeError
 from pykvcache.generate import GenerationHandle
 
-SERVED = tuple(case for case in CASES if case.name != "t5")
+SERVED = tuple(case for case in EVERY_CASE if case.name != "t5")
 SEED = int(os.environ.get("PYKVCACHE_FUZZ_SEED", "1"))
 N_REQUESTS = 12
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from memory.kit import SERVED, Fresh, Make, apart, words
+from memory.kit import EVERY_SERVED, Fresh, Make, apart, words
 from prefix.accounts import check_accounts
 from pykvcache import LlamaContext, PrefixCache
 
@@ -38,10 +38,10 @@ def question(cache: PrefixCache, document: list[int], seed: int) -> int:
     return cache.context.tokens_evaluated - before
 
 
-@pytest.mark.parametrize("at", range(len(SERVED)), ids=map(str, SERVED))
+@pytest.mark.parametrize("at", range(len(EVERY_SERVED)), ids=map(str, EVERY_SERVED))
 def test_another_question_costs_no_more_with_more_memory(at: int, make_context: Make) -> None:
     """Each memory kind with a policy and a block size of the list, in turns."""
-    case, policy, size = SERVED[at], POLICIES[at % 4], SIZES[at % 3]
+    case, policy, size = EVERY_SERVED[at], POLICIES[at % 4], SIZES[at % 3]
     ctx, document = make_context(case.name, **(case.options | {"n_seq_max": 2})), words(at, 90)
     whole, before = whole_bytes(ctx, size, [*document, *words(1, 9)]), [100] * 3
     for part in (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64):
@@ -60,11 +60,11 @@ def test_another_question_costs_no_more_with_more_memory(at: int, make_context: 
 
 
 @pytest.mark.hazard("N93")
-@pytest.mark.parametrize("at", range(len(SERVED)), ids=map(str, SERVED))
+@pytest.mark.parametrize("at", range(len(EVERY_SERVED)), ids=map(str, EVERY_SERVED))
 def test_what_is_in_use_or_pinned_never_leaves(
     at: int, make_context: Make, fresh_logits: Fresh
 ) -> None:
-    case, policy, size = SERVED[at], POLICIES[at % 4], SIZES[at % 3]
+    case, policy, size = EVERY_SERVED[at], POLICIES[at % 4], SIZES[at % 3]
     ctx = make_context(case.name, **(case.options | {"n_seq_max": 2}))
     texts = [words(seed, 60) for seed in (1, 2)]
     limit = 2 * whole_bytes(ctx, size, texts[0]) + 60_000

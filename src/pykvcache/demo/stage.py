@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -115,12 +114,7 @@ class Meter:
         self._start = time.perf_counter()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.seconds += time.perf_counter() - self._start
         self.tokens += self._ctx.tokens_evaluated - self._tokens
 

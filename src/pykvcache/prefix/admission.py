@@ -66,7 +66,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class LiveCells:
-    """The cells of a sequence that has an id, and what was taken while it was evaluated."""
+    """The cells of a sequence with an id, and the checkpoints taken during its evaluation."""
 
     memory: CacheMemory
     cells: SequenceCells

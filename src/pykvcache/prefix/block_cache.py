@@ -218,7 +218,7 @@ class BlockCache:
         return tree.holes(match)
 
     def abandon(self, holes: list[Component], owner: object | None) -> None:
-        """Drop what was inserted just now for an owner, and cannot be filled."""
+        """Roll back the last insertion for an owner, whose cells cannot be read."""
         self.release(owner, is_use=False)
         stored, self._actions.stored = self._actions.stored, None
         new = set() if stored is None else set(stored.names)

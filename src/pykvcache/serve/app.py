@@ -244,7 +244,7 @@ def _authorize(http: Request) -> str:
 
 
 async def _log(http: Request, status: int, begin: float) -> None:
-    """Log a request when its answer is sent: what was reused, and why not more."""
+    """Log a request when its answer is sent, with its reuse and the reason for no more."""
     ms, tenant = 1e3 * (time.perf_counter() - begin), http.state.tenant
     path = http.url.path.encode("unicode_escape").decode("ascii")
     line = f"{http.method} {path} {status} {ms:.0f} ms" + (f" [{tenant}]" if tenant else "")

@@ -31,7 +31,7 @@ PREFETCH_SECONDS = 10.0
 
 
 class Recent:
-    """The latest requests: what was reused, and why not more."""
+    """The latest requests, with their reused tokens and the reason for no more."""
 
     def __init__(self, most: int = 200) -> None:
         self._requests: deque[tuple[str, dict[str, Any]]] = deque(maxlen=most)

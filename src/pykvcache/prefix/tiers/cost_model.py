@@ -36,10 +36,10 @@ class TwoTerms:
             self._solve()
 
     def _rescale(self, change: float, *, of_y: bool) -> None:
-        """Keep the shape of what was learned where everything has become slower, or faster.
+        """Scale both learned times if everything has become slower or faster.
 
-        What was measured without y says nothing of b: where a was thought to be nearly 0, such a
-        change is of any size.
+        A measurement without y says nothing about b: if a was nearly 0, the change can have any
+        size.
         """
         if 0.25 < change < 4:
             return

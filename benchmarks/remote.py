@@ -37,7 +37,7 @@ def served(n: int) -> Iterator[list[str]]:
                 probe.bind(("127.0.0.1", 0))
                 port = probe.getsockname()[1]
             endpoints.append(f"127.0.0.1:{port}")
-            command = [os.fspath(setup.python_of(setup.RPC)), "-c", CODE, endpoints[-1]]
+            command = [os.fspath(setup.python_of(setup.OURS)), "-c", CODE, endpoints[-1]]
             processes.append(
                 subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
             )
@@ -60,12 +60,8 @@ def wait_for(port: int) -> None:
 
 def run(plan: Plan) -> list[Row]:
     """Measure tokens per second, and saving and restoring a state, by wall time."""
-    made = setup.with_rpc()
-    if made.missing is not None:
-        rows = [Row("over RPC", "tokens/s", errors={SERVERS: made.missing})]
-        show(rows[0], 1, "tokens/s")
-        return rows
-    both = {who: Contestant(who, made.command, made.env) for who in (SERVERS, LOCAL)}
+    command = [os.fspath(setup.python_of(setup.OURS)), "-m", "benchmarks.peers.ours"]
+    both = {who: Contestant(who, command, setup.PATHS) for who in (SERVERS, LOCAL)}
     shape: dict[str, Any] = {"n_ctx": 512, "n_seq_max": 1, "threads": 1}
     with served(2) as endpoints, closing(both):
         for who, contestant in both.items():

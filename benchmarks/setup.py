@@ -31,8 +31,6 @@ MODULES = {
 PATHS = {"PYTHONPATH": os.fspath(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
 OURS = "pykvcache"
 #: Our wheel with ggml's CPU code for several instruction sets.
-#: Our wheel with ggml's RPC.
-RPC = "rpc"
 PORTABLE = ["PYKVCACHE_CPU_COPIES=ON", "build-dir=build/portable-{wheel_tag}"]
 INCLUDES = [f"-I{VENDOR / 'include'}", f"-I{VENDOR / 'ggml' / 'include'}"]
 
@@ -122,7 +120,7 @@ def thin_extension() -> Path:
 
 
 def link(items: list[str | os.PathLike[str]], target: Path) -> None:
-    """Return flags that link llama.cpp's dependencies and hide its symbols."""
+    """Link with llama.cpp's dependencies, and hide its symbols."""
     flags = ["-fopenmp", "-pthread", "-ldl", "-lm", "-Wl,--exclude-libs,ALL", "-o"]
     run([os.environ.get("CXX", "c++"), *items, *flags, target])
 
@@ -169,17 +167,6 @@ def portable() -> Contestant:
     made = Contestant(name, [os.fspath(python_of(name)), "-m", "benchmarks.peers.ours"], PATHS)
     try:
         install_ours(name, *settings)
-    except RuntimeError as error:
-        made.missing = f"not installed: {error}"
-    return made
-
-
-def with_rpc() -> Contestant:
-    """Make a native wheel with ggml's RPC."""
-    made = Contestant(RPC, [os.fspath(python_of(RPC)), "-m", "benchmarks.peers.ours"], PATHS)
-    settings = ("cmake.define.GGML_RPC=ON", "build-dir=build/rpc-{wheel_tag}")
-    try:
-        install_ours(RPC, *(f"--config-settings={one}" for one in settings))
     except RuntimeError as error:
         made.missing = f"not installed: {error}"
     return made

@@ -5,6 +5,11 @@ No checks, locks or exceptions: an invalid argument ends the process.
 """
 from libc.stdint cimport int32_t, int8_t, uint32_t
 
+cdef extern from *:
+    """
+    // The libraries are the package's, without its RPC sources.
+    extern "C" void * ggml_backend_rpc_reg(void) { return nullptr; }
+    """
 
 cdef extern from "llama.h":
     ctypedef struct llama_model

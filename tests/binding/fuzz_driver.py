@@ -95,6 +95,8 @@ PROTOCOL: list[Callable[[Any], Any]] = [
 """What Python itself does with objects; its own errors are right here."""
 LIVE = 3
 """Objects of each kind that are kept open."""
+MOST_TOKENS = 300
+"""Tokens that are taken of a generation."""
 
 
 INTERNAL = {"native"}
@@ -180,9 +182,10 @@ class Fuzz(Arguments):
         try:
             result = function(*args, **named)
             if inspect.isgenerator(result) or isinstance(result, Generation | TextGeneration):
-                result = list(result)
+                # With `on_full="shift"` it may go on for ever.
+                result = list(itertools.islice(result, MOST_TOKENS))
             elif isinstance(result, HandleStream):
-                list(result)
+                list(itertools.islice(result, MOST_TOKENS))
         except Exception as error:
             if isinstance(error, InternalError):
                 raise Unexpected(f"{what}{args!r}{named!r}: no check foresaw this") from error
@@ -307,12 +310,14 @@ class Fuzz(Arguments):
     def sweep(self) -> None:
         """Every member of an object of each kind, alive and then closed."""
         made = [LlamaModel(self.path), LlamaContext(self.models[0]), LlamaBatch(), Sampler()]
-        # What chance gives seldom: a view of cells, a handle of a request.
+        # What chance gives seldom: a view of cells, a handle of a request, its stream.
         self.call("LlamaContext.decode", made[1].decode, ([5, 6, 7],), {})
         self.call("LlamaContext.kv", made[1].kv, (0,), {"copy": False})
         generator = self.call("BatchGenerator", BatchGenerator, (made[1],), {})
         if generator is not None:
-            self.call("BatchGenerator.submit", generator.submit, ([5, 6], 2), {})
+            handle = self.call("BatchGenerator.submit", generator.submit, ([5, 6], 2), {})
+            if handle is not None:
+                self.call("GenerationHandle.stream", handle.stream, (), {})
         made += self.pool[LlamaSequence][:1]
         made += self.pool[BatchGenerator][:1] or [generator] * (generator is not None)
         # Chance may have made none; an encoder refuses.

@@ -86,7 +86,10 @@ def test_hostile_calls_end_in_documented_exceptions(
     assert members <= set(counts["called"]), "never called"
     # Nonsense alone would prove little: most calls must have come through, too.
     refused = members - set(counts["returned"])
-    assert len(refused) < len(members) / 5, f"never let through: {sorted(refused)}"
+    has_memory = LlamaSequence in kinds
+    assert len(refused) < len(members) / (5 if has_memory else 4), (
+        f"never let through: {sorted(refused)}"
+    )
 
 
 def test_the_driver_knows_every_public_class_and_function() -> None:

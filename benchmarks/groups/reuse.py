@@ -74,8 +74,9 @@ def counted(name: str, sides: Mapping[str, Any], plan: Plan) -> Row:
         if abs(answer["total"] - total) > total / 50:
             row.errors[who] = f"its prompts had {answer['total']:,} tokens: another workload"
             continue
-        took = f"{answer['evaluated']:,} of {answer['total']:,} tokens, {answer['seconds']:.1f} s"
-        print(f"    {name}: {who} {took}", file=sys.stderr)
+        took = f"{answer['evaluated']:,} of {answer['total']:,} tokens"
+        seconds = f", {answer['seconds']:.1f} s" if "seconds" in answer else ""
+        print(f"    {name}: {who} {took}{seconds}", file=sys.stderr)
         row.samples[who] = [float(answer["evaluated"])]
         for key in NOTES:
             if key in answer:

@@ -25,6 +25,7 @@ import numpy as np
 
 from benchmarks.harness import Answer, Contestant, Plan, Row, few, interleave, show
 from benchmarks.models import STORIES
+from benchmarks.setup import python_of
 
 TITLE = "pykvcache serve, over HTTP"
 OURS, DIRECT, PEER, EMPTY = "pykvcache", "BatchGenerator", "xllamacpp", "model and context alone"
@@ -81,7 +82,7 @@ class Server:
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         options = json.dumps(shape._asdict())
         if who == PEER:
-            command = [sys.executable, "-c", PEER_SERVER, options]
+            command = [os.fspath(python_of(PEER)), "-c", PEER_SERVER, options]
         elif who == EMPTY:
             command = [sys.executable, "-c", MODEL_ALONE, options]
         else:

@@ -14,6 +14,7 @@ from importlib import resources
 from typing import Any
 from urllib.parse import urlsplit
 
+import anyio
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect, Request
@@ -64,7 +65,8 @@ def make_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        watcher = asyncio.ensure_future(models.watch_idle())
+        async with anyio.create_task_group():  # imported here, not in the first stream
+            watcher = asyncio.ensure_future(models.watch_idle())
         try:
             yield
         finally:

@@ -13,6 +13,7 @@ from pykvcache import PrefixCache
 from pykvcache.errors import ClosedError, StoreError
 from pykvcache.prefix.report import ReuseReport
 from pykvcache.prefix.stores import FolderStore, MemoryStore
+from tiers.slow import SlowStore
 
 SERVED = tuple(case for case in CASES if case.has_states and case.name != "t5")
 SIZE = 8
@@ -188,3 +189,19 @@ def test_what_somebody_removed_is_written_again_at_once(name: str, make_context:
                 sequence.logits()
             assert cache.flush(60)
             assert store.trim(0)
+
+
+def test_the_first_request_waits_for_its_tiers_although_evaluation_was_not_timed(
+    make_context: Make,
+) -> None:
+    prompt, store = words(1, 45), MemoryStore()
+    with PrefixCache(make_context("llama"), block_size=SIZE, tiers=[store]) as cache:
+        cache.sequence(prompt).evaluate()
+    found = 0
+    for _ in range(5):  # a busy machine may take longer than the wait
+        slow = SlowStore(store, latency=0.003)
+        with PrefixCache(make_context("llama"), block_size=SIZE, tiers=[slow]) as cache:
+            sequence = cache.sequence(prompt)
+            sequence.evaluate()
+            found = found or sequence.reuse.remote
+    assert found == len(prompt) - 1

@@ -27,6 +27,8 @@ __all__ = ["TierLink", "least_seconds"]
 
 # A request waits this part of its evaluation at most.
 _WAIT = 0.1
+# Seconds that it waits at least until evaluating was timed: after a restart, tiers have the most.
+_FIRST_WAIT = 0.1
 # After so many requests that asked for nothing, one loads in the background, to learn.
 _TRY_EVERY = 16
 
@@ -128,6 +130,8 @@ class TierLink:
         evaluation = self.evaluation.seconds(known, n)
         loading = self.tiers.estimate((n - known) * shape.attention_bytes)
         wait = _WAIT * evaluation if self._tier_seconds is None else self._tier_seconds
+        if self._tier_seconds is None and not self.evaluation.is_learned:
+            wait = max(wait, _FIRST_WAIT)
         is_awaited = self._tier_seconds is not None or loading <= wait
         if not is_awaited:
             self._n_skipped += 1

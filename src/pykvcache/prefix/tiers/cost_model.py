@@ -85,6 +85,11 @@ class EvaluationTime:
         if end - begin >= 16:
             self._terms.note(end - begin, float(end) ** 2 - float(begin) ** 2, seconds)
 
+    @property
+    def is_learned(self) -> bool:
+        """Whether any evaluation was measured."""
+        return self._terms.n > 0
+
     def seconds(self, begin: int, end: int) -> float:
         """Return the estimate for the tokens ``[begin, end)``."""
         return self._terms.seconds(end - begin, float(end) ** 2 - float(begin) ** 2)

@@ -113,6 +113,16 @@ def test_uses_are_passed_on_together_before_the_next_write() -> None:
         assert store.calls == [("touch", uses), ("put", ["x"]), ("touch", ["x"])]
 
 
+def test_paths_that_end_with_the_same_record_are_both_used() -> None:
+    """As the windows of two prompts that share their first block: the window's key comes last."""
+    with opened() as (store, writer):
+        for path in ("abz", "acz", "acz"):
+            writer.offer(Chain(uses=[key(name) for name in path]))
+        writer.offer(chain("x"))
+        wait_until(lambda: bool(store.calls))
+        assert store.calls[0] == ("touch", ["x", "a", "c", "z", "b"])
+
+
 def test_uses_are_passed_on_after_a_while_and_when_they_are_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -105,7 +105,7 @@ class Writer:
         self.n_bytes = self.n_items = 0
         self._progress, self._seen = progress, progress()
         self._queue: deque[Chain] = deque()
-        self._uses: dict[bytes, list[bytes]] = {}  # paths by their last key, the latest one last
+        self._uses: dict[tuple[bytes, ...], None] = {}  # paths, the latest one last
         self._touch_at = math.inf
         self._changed = threading.Condition()
         self._n_waiting = 0  # flushes
@@ -248,18 +248,18 @@ class Writer:
         if path:
             if not self._uses:
                 self._touch_at = time.monotonic() + _TOUCH_SECONDS
-            self._uses.pop(path[-1], None)
-            self._uses[path[-1]] = path
+            self._uses.pop(tuple(path), None)
+            self._uses[tuple(path)] = None
 
     def _is_touch_due(self) -> bool:
         """Return whether uses are passed on although nothing is written."""
         if self._is_closed or self._n_waiting or time.monotonic() >= self._touch_at:
             return True
-        return sum(map(len, self._uses.values())) > _TOUCH_KEYS
+        return sum(map(len, self._uses)) > _TOUCH_KEYS
 
     def _touch(self) -> None:
         """Pass uses on in one call, whose first key is the most recent one."""
-        paths, self._uses = reversed(self._uses.values()), {}
+        paths, self._uses = reversed(self._uses), {}
         self.tier.touch(list(dict.fromkeys(itertools.chain.from_iterable(paths))))
 
     def _is_urgent(self) -> bool:

@@ -11,6 +11,7 @@ import pytest
 from memory.kit import CASES, Case, Fresh, Make, apart, words
 from pykvcache import PrefixCache
 from pykvcache.errors import ClosedError, StoreError
+from pykvcache.prefix.block_hash import window_key
 from pykvcache.prefix.report import ReuseReport
 from pykvcache.prefix.stores import FolderStore, MemoryStore
 from tiers.slow import SlowStore
@@ -94,6 +95,32 @@ def test_the_nearest_tier_is_asked_first_and_gets_what_another_has(make_context:
         assert [tier.read for tier in cache.stats().tiers] == [0, 5]
     with PrefixCache(make_context("llama"), block_size=SIZE, **WAIT, tiers=[near]) as cache:
         assert cache.sequence(prompt).reuse.remote == 39
+
+
+def test_windows_that_several_nodes_hold_are_not_loaded_again(
+    make_context: Make, fresh_logits: Fresh
+) -> None:
+    """The window of a long prompt begins in nodes where shorter ones parted from it."""
+    store, prompt = MemoryStore(), words(1, 60)
+    with PrefixCache(make_context("gemma3"), block_size=SIZE, **WAIT, tiers=[store]) as cache:
+        for n in (24, 32, 40):
+            with cache.sequence(prompt[:n] + words(n, 3)) as sequence:
+                sequence.evaluate()
+        assert cache.flush(30)
+        tokens = np.asarray(prompt, np.int32).tobytes()
+        assert len(cache._blocks.tree.match(tokens).windows()) > 1
+        with (
+            PrefixCache(make_context("gemma3"), block_size=SIZE, tiers=[store]) as other,
+            other.sequence(prompt) as sequence,
+        ):
+            sequence.evaluate()
+        names = cache._link._named(tokens, "").names
+        assert store.discard([window_key(name) for name in names[:5]]) > 0
+        with cache.sequence(prompt) as sequence:
+            assert sequence.reuse.evaluated == 1
+            assert apart(sequence.logits(), fresh_logits("gemma3", prompt)) < 1e-2
+        # Two blocks of each part, and the end.
+        assert cache.stats().tiers[0].read == 5
 
 
 def test_a_full_queue_drops_the_ends_of_chains(make_context: Make) -> None:

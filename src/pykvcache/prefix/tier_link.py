@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from pykvcache._native import lib
-from pykvcache._ranges import Range
+from pykvcache._ranges import Range, union
 from pykvcache.context import LlamaContext
 from pykvcache.errors import KvCacheError, UnsupportedOperation
 from pykvcache.prefix.admission import Source, admit
@@ -160,7 +160,7 @@ class TierLink:
         size = shape.block_size
         match = self._blocks.tree.match(tokens, namespace)
         prompt = self._named(tokens, namespace)
-        first, last = next(reversed(match.windows()), (0, 0))
+        first, last = (union(match.windows()) or [(0, 0)])[-1]
         # A state after the whole prompt is of no use without the logits there: it cannot be cut.
         limit = n if self._n_row or not shape.needs_state else n - 1
         return Wanted(

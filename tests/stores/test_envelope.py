@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pykvcache.errors import StoreError
 from pykvcache.prefix.stores import Envelope, MemoryStore, Rejection, SealedStore
 from pykvcache.prefix.stores.conformance import chain
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 SECRET = "a secret of more than 16 bytes"
 ((KEY, CONTENT), (OTHER, _), *_) = chain(3, "envelope")
@@ -202,3 +205,29 @@ def test_memory_that_held_the_block_does_not_complete_one_that_was_cut(
         inner.put([(KEY, right[:cut])])
         assert not store.get([KEY], [len(CONTENT) + more], exact=not more), cut
         assert not inner.present([KEY])[0]
+
+
+def test_a_block_that_is_too_long_for_its_kind_is_removed() -> None:
+    inner = MemoryStore()
+    store = SealedStore(inner, make())
+    inner.put([(KEY, bytes(sealed_by(make(), KEY, CONTENT)) + b"more")])
+    assert not store.get([KEY], [len(CONTENT)], exact=True)
+    assert store.rejections == {Rejection.TRUNCATED: 1}
+    assert not inner.present([KEY])[0]
+
+
+def test_a_miss_is_none_that_another_thread_made_too_long() -> None:
+    """Their counters are those of the store; another process may write the block right then."""
+
+    class Shared(MemoryStore):
+        def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
+            n = super().get_into(keys, buffers)
+            self.counters.add(too_large=1)  # of another thread
+            return n
+
+        def discard(self, keys: Sequence[bytes]) -> int:
+            raise AssertionError("a block that was not read is removed")
+
+    store = SealedStore(Shared(), make())
+    assert not store.get([KEY], [len(CONTENT)], exact=True)
+    assert not store.rejections

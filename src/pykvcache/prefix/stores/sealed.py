@@ -99,8 +99,10 @@ class SealedStore(BlockStore):
             buffers = [memoryview(bytearray(size + self.envelope.overhead)) for size in sizes]
         too_large = self.counters.too_large
         n_read = self.store.get_into(names, buffers)
-        if exact and n_read < len(names) and self.counters.too_large > too_large:
-            self._reject(names[n_read], Rejection.TRUNCATED)
+        next_one = names[n_read : n_read + 1]
+        # The counter is that of all threads: a block that is not there was not too large.
+        if exact and self.counters.too_large > too_large and True in self.store.present(next_one):
+            self._reject(next_one[0], Rejection.TRUNCATED)
         found: list[memoryview] = []
         for key, name, buffer in zip(keys, names, buffers[:n_read], strict=False):
             content = self.envelope.open(key, buffer)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from memory.kit import Fresh, Make, apart
 from pykvcache import LlamaContext, PrefixCache
 from pykvcache.errors import StoreError
+from pykvcache.prefix.memory import CacheMemory
 from pykvcache.prefix.stores import BlockStore, Envelope, MemoryStore, SealedStore
 from tiers.kit import clear_memory
 from tiers.test_tiers import SIZE, WAIT, words
@@ -104,6 +107,36 @@ def test_ends_of_another_content_are_misses(
                 logits = sequence.logits()
                 # A bit of a value is nothing that a store could know of; its checksum fits.
                 assert np.isfinite(logits).all()
+
+
+def test_no_request_waits_for_the_removal_of_a_state_that_memory_refuses(
+    make_context: Make, fresh_logits: Fresh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found out while the cache is locked: the store removes it in the tier's thread."""
+    prompt, removed = words(1, 45), list[str]()
+
+    class Slow(MemoryStore):
+        def discard(self, keys: Sequence[bytes]) -> int:
+            removed.append(threading.current_thread().name)
+            return super().discard(keys)
+
+    def refuse(memory: CacheMemory, content: object, n: int) -> None:
+        raise ValueError("none of this memory")
+
+    store = Slow()
+    write(make_context("jamba"), store, prompt)
+    with PrefixCache(make_context("jamba"), block_size=SIZE, **WAIT, tiers=[store]) as cache:
+        with monkeypatch.context() as patch:
+            patch.setattr(CacheMemory, "make_state", refuse)
+            with cache.sequence(prompt) as sequence:
+                assert sequence.reuse.evaluated == len(prompt)
+                assert apart(sequence.logits(), fresh_logits("jamba", prompt)) < 1e-2
+        assert cache.flush(60)
+        assert removed == ["pykvcache-write-behind"]
+        assert cache.stats().tiers[0].refused == 1
+        # It was written again, behind the removal.
+        clear_memory(cache)
+        assert cache.sequence(prompt).reuse.evaluated <= SIZE
 
 
 class Raising(BlockStore):

@@ -188,7 +188,7 @@ class TierLink:
             end = self._end_state(found)
         except (KvCacheError, ValueError):
             if found.end is not None:
-                found.end[1].discard([prompt.end_key(found.n)], refused=True)
+                self.tiers.refuse(found.end[1], [prompt.end_key(found.n)])
             return
         offer = Offer(found.n, self._windows(found), ends=[found.n])
         if end.state is not None or end.row is not None:

@@ -268,7 +268,8 @@ class Load:
                 or (shape.window_bytes and not wanted.is_good(Kind.WINDOW, end.window, n_cells))
                 or (shape.needs_state and end.state is None)
             ):
-                tier.discard([key], refused=True)
+                tier.refuse([key])
+                tier.discard([key])
                 continue
             if shape.needs_state and n == len(wanted.prompt) and not end.has_row(wanted.n_row):
                 continue  # a state cannot go back a token, to have its logits evaluated
@@ -333,7 +334,8 @@ class Load:
             if n_good < len(read):
                 # Their writer had the right to write them, and they are none of ours, or hold NaN.
                 bad = [key for key, good in zip(part, is_good, strict=False) if not good]
-                tier.discard(bad, refused=True)
+                tier.refuse(bad)
+                tier.discard(bad)
             if n_good < len(part):
                 break
         return found

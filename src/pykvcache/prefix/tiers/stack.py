@@ -101,6 +101,11 @@ class Tiers:
         for writer in self.writers:
             writer.offer(Chain(removes=list(keys)))
 
+    def refuse(self, tier: Tier, keys: Sequence[bytes]) -> None:
+        """Let the thread of a tier remove records whose content the memory refuses."""
+        tier.refuse(keys)
+        self.writers[self.tiers.index(tier)].offer(Chain(removes=list(keys)))
+
     def cancel(self, namespace: str | None) -> None:
         """Forget what waits to be written of a namespace, or all."""
         for writer in self.writers:

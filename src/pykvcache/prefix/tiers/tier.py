@@ -242,11 +242,15 @@ class Tier:
             self.notices.removed(gone)
             self._is_gone(gone)
 
-    def discard(self, keys: Sequence[bytes], *, refused: bool = False) -> None:
-        """Remove blocks; ``refused``: because of what is in them."""
+    def refuse(self, keys: Sequence[bytes]) -> None:
+        """Count blocks whose content is wrong; they can be written again once they are removed."""
         self._is_gone(keys)
         with self._lock:
-            self.refused += len(keys) if refused else 0
+            self.refused += len(keys)
+
+    def discard(self, keys: Sequence[bytes]) -> None:
+        """Remove blocks."""
+        self._is_gone(keys)
         self._call(lambda: self.sealed.discard(keys), 0)
         self.notices.removed(keys)
 

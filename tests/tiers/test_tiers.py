@@ -123,6 +123,27 @@ def test_windows_that_several_nodes_hold_are_not_loaded_again(
         assert cache.stats().tiers[0].read == 5
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mamba", "jamba", "lfm2_swa"])
+def test_windows_and_states_count_in_how_long_loading_takes(
+    name: str, make_context: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mamba has nothing else: each load was thought to take no longer than an empty request."""
+    prompt, store, thought = words(1, 61), MemoryStore(), list[int]()
+    with PrefixCache(make_context(name), block_size=SIZE, tiers=[store]) as cache:
+        cache.sequence(prompt).evaluate()
+    with PrefixCache(make_context(name), block_size=SIZE, tiers=[store], **WAIT) as cache:
+        tier = cache._link.tiers.tiers[0]
+
+        def estimate(n_bytes: int) -> float:
+            thought.append(n_bytes)
+            return 0.0
+
+        monkeypatch.setattr(tier, "estimate", estimate)
+        with cache.sequence(prompt) as sequence:
+            assert sequence.reuse.evaluated <= SIZE
+        assert 0.8 < thought[0] / tier.read_bytes < 1.4
+
+
 def test_a_full_queue_drops_the_ends_of_chains(make_context: Make) -> None:
     store, ctx = MemoryStore(), make_context("llama")
     block = ctx.native.block_bytes() * SIZE

@@ -259,6 +259,13 @@ class CacheMemory:
             "layout": hashlib.sha256(layout.encode()).digest(),
         }
 
+    def state_bytes(self) -> int:
+        """Return about how many bytes the recurrent state of one sequence has."""
+        if not self.has_layout or not self.shape.needs_state:
+            return 0
+        parts = self._native.state_layout("PrefixCache")
+        return sum(row[4] for part in parts if part["part"] == "recurrent" for row in part["rows"])
+
     def end_bytes(self) -> int:
         """Return an upper bound on the bytes of an end record without its cells."""
         size = 4096 + 4 * self._ctx.model.n_vocab

@@ -111,6 +111,7 @@ class TierLink:
         self._tier_seconds, self._n_skipped = tier_seconds, 0
         self._n_row = n_row
         self._end_bytes = memory.end_bytes() if self.has_tiers else 0
+        self._state_bytes = 4 * n_row + memory.state_bytes() if self.has_tiers else 0
 
     # Up -----------------------------------------------------------------------------------------
 
@@ -127,8 +128,9 @@ class TierLink:
         n, shape = len(tokens) // TOKEN_SIZE, self._memory.shape
         if not self.has_tiers or n - 1 <= known or n < shape.block_size:
             return None
+        wanted = self._wanted(tokens, namespace, known)
         evaluation = self.evaluation.seconds(known, n)
-        loading = self.tiers.estimate((n - known) * shape.attention_bytes)
+        loading = self.tiers.estimate(wanted.n_bytes + self._state_bytes)
         wait = _WAIT * evaluation if self._tier_seconds is None else self._tier_seconds
         if self._tier_seconds is None and not self.evaluation.is_learned:
             wait = max(wait, _FIRST_WAIT)
@@ -139,7 +141,7 @@ class TierLink:
                 for tier in self.tiers.tiers:
                     tier.too_slow += 1
                 return None
-        load = Load(self.tiers.tiers, self._wanted(tokens, namespace, known), deliver)
+        load = Load(self.tiers.tiers, wanted, deliver)
         load.until = load.began + wait
         if not is_awaited:
             load.leave()

@@ -84,6 +84,16 @@ class Wanted:
         known = range(self.window_begin, self.window_end)
         return [at for at in reversed(self.window_blocks(n)) if at not in known]
 
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the cells that come where the tiers have the whole prompt."""
+        shape, n = self.shape, len(self.prompt)
+        windows = len(self.missing_windows(n)) + (n % shape.block_size > 0)
+        return (
+            max(0, n - self.begin * shape.block_size) * shape.attention_bytes
+            + windows * shape.block_size * shape.window_bytes
+        )
+
     def window_keys(self, blocks: Iterable[int]) -> list[bytes]:
         """Return the keys of the window cells of some blocks."""
         return [window_key(self.prompt.names[at]) for at in blocks]

@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 
 from pykvcache.cli import main
-from pykvcache.prefix.stores import Envelope, FolderStore, RedisStore, Rejection, SealedStore, tools
+from pykvcache.prefix.stores import (
+    Envelope,
+    FolderStore,
+    MemoryStore,
+    RedisStore,
+    Rejection,
+    SealedStore,
+    open_store,
+    tools,
+)
 from stores.servers import PATIENT, freeze, redis_server
 
 ENVELOPE = Envelope(model="m", layout="l")
@@ -93,6 +102,37 @@ def test_what_is_not_there_is_not_made(tmp_path: Path, capsys: pytest.CaptureFix
         assert capsys.readouterr().err
     assert not list(tmp_path.iterdir())
     assert main(["cache", "trim", str(tmp_path), "much"]) == 2
+
+
+class OneFile(MemoryStore):
+    """A store of a user in a file, which it makes."""
+
+    schemes = frozenset({"onefile"})
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        Path(address.partition("://")[2]).touch()
+
+    @classmethod
+    def exists(cls, address: str) -> bool:
+        return Path(address.partition("://")[2]).exists()
+
+
+@pytest.mark.parametrize("scheme", ["onefile", "file"])
+def test_a_store_that_an_address_names_is_not_made(
+    scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if scheme == "file":
+        pytest.importorskip("obstore", reason="pip install 'pykvcache[obstore]'")
+    where = f"{scheme}://{tmp_path}/a%20place"
+    for command in (["ls"], ["du"], ["verify"], ["trim", "0"], ["clear", "--yes"]):
+        assert main(["cache", command[0], where, *command[1:]]) == 1, command
+        assert "no such store" in capsys.readouterr().err
+        assert not list(tmp_path.iterdir())
+    open_store(where).close()
+    assert list(tmp_path.iterdir())
+    assert main(["cache", "du", where, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["n_blocks"] == 0
 
 
 def test_a_server_that_does_not_answer_is_not_an_empty_one(

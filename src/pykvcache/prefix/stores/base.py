@@ -221,6 +221,14 @@ class BlockStore(ABC):
 
     # Optional methods -------------------------------------------------------------------
 
+    @classmethod
+    def exists(cls, address: str) -> bool:
+        """Return whether an address names a store that is there, for tools: they make none.
+
+        True where only its server knows.
+        """
+        return True
+
     @property
     def medium(self) -> str:
         """Where the blocks are: ``"disk"`` of this machine, or ``"remote"``."""

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from urllib.parse import urlsplit
 
 from pykvcache._arguments import as_int
 from pykvcache.errors import StoreError
@@ -114,6 +115,14 @@ class ObjectStore(RemoteStore):
         super().__init__(repr(self._store), self._n_parallel)
         if not is_local:
             self._check_server(lambda: obstore.get(self._store, _path(bytes(KEY_SIZE))))
+
+    @classmethod
+    def exists(cls, address: str) -> bool:
+        """Return whether the folder of a ``file://`` URL is there; see `BlockStore.exists`."""
+        from urllib.request import url2pathname  # imports much
+
+        url = urlsplit(address)
+        return url.scheme != "file" or os.path.isdir(url2pathname(url.path))
 
     def _kind_of(self, error: Exception) -> str:
         errors, text = self._obstore.exceptions, str(error)

@@ -67,20 +67,23 @@ def _kind_of(scheme: str) -> type[Any]:
 
 
 def open_existing(where: str) -> BlockStore:
-    """Return the store at an address, for a tool; a folder has to exist already.
+    """Return the store at an address, for a tool: nothing is made that is not there.
 
     Raises
     ------
     FileNotFoundError, NotADirectoryError
-        There is no such folder.
+        There is no such folder or store.
     StoreError
         The address is of no known kind, or cannot be used.
     """
     where = as_path(where, "a store", error=StoreError)
     scheme, separator, _ = where.partition("://")
     if separator:
+        kind = _kind_of(scheme)
+        if not kind.exists(where):
+            raise FileNotFoundError(2, "no such store", where)
         # A slow server must not look like an empty one.
-        return open_store(where, **_PATIENT if issubclass(_kind_of(scheme), RedisStore) else {})
+        return open_store(where, **_PATIENT if issubclass(kind, RedisStore) else {})
     path = os.path.abspath(os.path.expanduser(where))
     if os.path.exists(path) and not os.path.isdir(path):
         raise NotADirectoryError(20, "this is a file; the blocks of a cache are in a folder", path)

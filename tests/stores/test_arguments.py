@@ -20,12 +20,12 @@ from pykvcache.prefix.stores import (
     open_store,
 )
 from pykvcache.prefix.stores.tools import open_existing
+from stores.kinds import NOWHERE, STORES
 
 KEY = b"k" * 32
 LONG = "x" * 100_000
 NO_INTEGERS = [None, True, 1.5, "1", np.array(5.0), np.array([1, 2]), np.array("1")]
 NO_KEYS: list[Any] = [None, 5, np.array(5), object(), [5], ["k" * 32], [None], "k"]
-NOWHERE = "redis://127.0.0.1:1"
 
 # Python takes what stands in these for pointers and characters.
 NO_NUMBERS: list[Callable[[], Any]] = [
@@ -37,16 +37,9 @@ NO_NUMBERS: list[Callable[[], Any]] = [
 ]
 
 
-@pytest.fixture(params=["memory", "folder", "redis", "object"])
+@pytest.fixture(params=STORES)
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BlockStore]:
-    pytest.importorskip({"redis": "redis", "object": "obstore"}.get(request.param, "numpy"))
-    made: dict[str, Callable[[], BlockStore]] = {
-        "memory": MemoryStore,
-        "folder": lambda: FolderStore(tmp_path),
-        "redis": lambda: RedisStore(NOWHERE),
-        "object": lambda: ObjectStore("memory:///"),
-    }
-    with made[request.param]() as one:
+    with STORES[request.param].at(tmp_path).open() as one:
         yield one
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stores.servers import redis_server
+from stores.kinds import STORES
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 
@@ -45,7 +45,7 @@ CODE = """
             with {store} as new:
                 os._exit(new.put(chain(3, "child")) != 3)
         except StoreError as error:  # obstore works in no forked child
-            os._exit("ObjectStore" not in {store!r} or "forked child" not in str(error))
+            os._exit("ObjectStore" not in repr(store) or "forked child" not in str(error))
     # Another thread holds a lock of the store while the process is forked.
     held, over = threading.Event(), threading.Event()
     def hold():
@@ -66,22 +66,8 @@ CODE = """
 """
 
 
-@pytest.mark.parametrize("kind", ["memory", "folder", "redis", "objects", "sealed"])
-def test_a_forked_child_gets_closed_errors_and_opens_its_own(kind: str, tmp_path: Path) -> None:
-    pytest.importorskip({"redis": "redis", "objects": "obstore"}.get(kind, "numpy"))
-    stores = {
-        "memory": "MemoryStore()",
-        "folder": f"FolderStore({str(tmp_path / 'folder')!r})",
-        "objects": f"ObjectStore('file://{tmp_path}/objects')",
-        "sealed": "SealedStore(MemoryStore(), Envelope(model='m', layout='l'))",
-    }
-
-    def run(store: str) -> None:
-        code = textwrap.dedent(CODE.format(store=store))
+@pytest.mark.parametrize("name", STORES)
+def test_a_forked_child_gets_closed_errors_and_opens_its_own(name: str, tmp_path: Path) -> None:
+    with STORES[name].running(tmp_path) as kind:
+        code = textwrap.dedent(CODE.format(store=kind.code))
         subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
-
-    if kind != "redis":
-        run(stores[kind])
-        return
-    with redis_server(tmp_path) as server:
-        run(f"RedisStore({server.url!r}, timeout=30, connect_timeout=30)")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,9 @@ from hypothesis import strategies as st
 from memory.kit import Case, Fresh, Logits, Make, apart
 from pykvcache import PrefixCache
 from pykvcache.prefix.block_hash import block_names, token_bytes
-from pykvcache.prefix.stores import BlockStore, Envelope, FolderStore, MemoryStore, open_store
+from pykvcache.prefix.stores import BlockStore, Envelope, MemoryStore
 from pykvcache.prefix.tiers.records import END_OVERHEAD, End
-from stores.servers import PATIENT, redis_server
+from stores.kinds import SHARED, STORES
 from support.examples import examples
 from tiers.kit import clear_memory
 from tiers.test_tiers import SIZE, WAIT, total, words
@@ -108,19 +106,6 @@ class Bench:
             assert apart(sequence.logits(), self.wanted) < self.case.tolerance
 
 
-@contextlib.contextmanager
-def opened(where: str, tmp_path: Path) -> Iterator[BlockStore]:
-    with contextlib.ExitStack() as stack:
-        if where == "redis":
-            server = stack.enter_context(redis_server(tmp_path))
-            yield stack.enter_context(open_store(server.url, **PATIENT))
-        elif where == "objects":
-            pytest.importorskip("obstore", reason="pip install 'pykvcache[obstore]'")
-            yield stack.enter_context(open_store(f"file://{tmp_path}/objects"))
-        else:
-            yield FolderStore(tmp_path) if where == "folder" else MemoryStore()
-
-
 @pytest.mark.parametrize(
     ("where", "name", "n"),
     [
@@ -129,9 +114,7 @@ def opened(where: str, tmp_path: Path) -> Iterator[BlockStore]:
         ("memory", "jamba", 40),
         ("memory", "mamba", 20),
         ("memory with a secret", "llama", 20),
-        ("folder", "llama", 20),
-        ("redis", "llama", 20),
-        ("objects", "llama", 20),
+        *((where, "llama", 20) for where in SHARED),
     ],
 )
 def test_damaged_records_are_misses(
@@ -142,7 +125,8 @@ def test_damaged_records_are_misses(
         pytest.importorskip("cryptography", reason="pip install 'pykvcache[crypto]'")
         options = WAIT | {"secret": SECRET}
     with (
-        opened(where.partition(" ")[0], tmp_path) as store,
+        STORES[where.partition(" ")[0]].running(tmp_path) as kind,
+        kind.open() as store,
         PrefixCache(make_context(name), block_size=SIZE, tiers=[store], **options) as cache,
     ):
         bench = Bench(cache, store, Case(name), fresh_logits(name, PROMPT))

@@ -12,9 +12,9 @@ import pytest
 from memory.kit import Case, Fresh, Make, apart
 from pykvcache import LlamaContext, PrefixCache
 from pykvcache.cli import main
-from pykvcache.prefix.stores import BlockStore, MemoryStore, open_store
+from pykvcache.prefix.stores import BlockStore, MemoryStore
 from pykvcache.prefix.stores.folder_index import block_cost
-from stores.servers import PATIENT, redis_server
+from stores.kinds import SHARED, STORES
 from tiers.kit import clear_memory
 from tiers.test_tiers import SIZE, WAIT, words
 
@@ -65,22 +65,14 @@ def trim(address: str, n_bytes: int, capsys: pytest.CaptureFixture[str]) -> None
     capsys.readouterr()
 
 
-@pytest.mark.parametrize("where", ["folder", "redis", "objects"])
+@pytest.mark.parametrize("where", SHARED)
 def test_the_command_trims_what_was_used_longest_ago(
     where: str, make_context: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ctx = make_context("llama")
     prompts = [words(i, 41) for i in range(6)]
-    with redis_server(tmp_path) as server:
-        address = {
-            "folder": str(tmp_path / "folder"),
-            "redis": server.url,
-            "objects": f"file://{tmp_path}/objects",
-        }[where]
-        options = PATIENT if where == "redis" else {}
-        with PrefixCache(
-            ctx, block_size=SIZE, tiers=[open_store(address, **options)], **WAIT
-        ) as cache:
+    with STORES[where].running(tmp_path) as kind:
+        with PrefixCache(ctx, block_size=SIZE, tiers=[kind.open()], **WAIT) as cache:
             for i, prompt in enumerate((*prompts, *prompts[:2])):
                 with cache.sequence(prompt) as sequence:
                     sequence.evaluate()
@@ -88,14 +80,14 @@ def test_the_command_trims_what_was_used_longest_ago(
                 if where == "redis" and i in (4, 5):
                     time.sleep(1.05)  # its clock of uses has seconds
             cache._link.tiers.tiers[0].sealed.store.close()
-        with open_store(address, **options) as store:
+        with kind.open() as store:
             sizes = [entry.size for entry in store.entries()]
         index = 0
         if where == "folder":  # it counts units of the disk, and its index
             sizes = [block_cost(size) for size in sizes]
-            index = (tmp_path / "folder" / "index.sqlite").stat().st_size
-        trim(address, sum(sizes) * 2 // 5 + index, capsys)
-        with open_store(address, **options) as store:
+            index = (Path(kind.address) / "index.sqlite").stat().st_size
+        trim(kind.address, sum(sizes) * 2 // 5 + index, capsys)
+        with kind.open() as store:
             left = [reusable(ctx, store, prompt) for prompt in prompts]
         assert left[:2] == [40, 40]
         assert left[2:5] == [0, 0, 0]

@@ -243,17 +243,6 @@ class BlockStore(ABC):
         """Number of keys for which `present` costs about one request; a cache asks for no more."""
         return 8
 
-    @property
-    def n_together(self) -> int:
-        """Number of keys to give `get_into` at once: 1 where more make nothing faster.
-
-        Blocks that were read one by one are checked while they are in the processor's cache.
-        """
-        return 1 << 20
-
-    def expect(self, keys: Sequence[bytes]) -> None:  # noqa: B027 (optional)
-        """Prepare to read blocks that the next calls of `get_into` will ask for."""
-
     def discard(self, keys: Sequence[bytes]) -> int:
         """Remove blocks, such as damaged ones, so that they can be written again.
 

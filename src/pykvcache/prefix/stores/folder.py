@@ -43,10 +43,10 @@ _log = logging.getLogger("pykvcache.prefix")
 MIN_BYTES = 4 << 20
 # Kept free for what the index grows by in one transaction.
 _MARGIN = 1 << 20
-# A temporary file that was not written to for so many seconds has no writer any more.
-_STALE_SECONDS = 60.0
 # A file that is read more slowly comes from the disk: so many seconds, and bytes per second.
 _COLD = 3e-4, 1e9
+# A temporary file that was not written to for so many seconds has no writer any more.
+_STALE_SECONDS = 60.0
 
 # What a disk, SQLite or another process can do to a call.
 _FAILURES = (sqlite3.Error, OSError)
@@ -115,15 +115,12 @@ class BlockFiles:
                 while done < size and (n := file.readinto(view[done:size])):
                     done += n
                 size = done
-        seconds, speed = _COLD
-        self._is_cold = time.perf_counter() - began > seconds + size / speed
+        self._is_cold = time.perf_counter() - began > _COLD[0] + size / _COLD[1]
         return size
 
-    def expect(self, keys: Iterable[bytes]) -> None:
-        """Let the system read blocks ahead, where the last one came from the disk."""
-        if not self._is_cold or not hasattr(os, "posix_fadvise"):
-            return
-        for key in keys:
+    def read_ahead(self, keys: Iterable[bytes]) -> None:
+        """Let the system read several blocks at once, where the last one came from the disk."""
+        for key in keys if self._is_cold and hasattr(os, "posix_fadvise") else ():
             with contextlib.suppress(OSError), _open(self.path(key)) as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
@@ -287,21 +284,12 @@ class FolderStore(BlockStore):
         """Thousands."""
         return 4096
 
-    @property
-    def n_together(self) -> int:
-        """1: each block is a file."""
-        return 1
-
-    def expect(self, keys: Sequence[bytes]) -> None:
-        """Let the system read ahead, where blocks come from the disk; see `BlockStore.expect`."""
-        keys = check_keys(keys)
-        if self._is_open():
-            self._files.expect(keys)
-
     def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
         """Read the leading run of blocks; see `BlockStore.get_into`."""
         pairs = list(zip(check_keys(keys, buffers), map(writable, buffers), strict=True))
         done = n_bytes = 0
+        if self._is_open() and len(pairs) > 1:
+            self._files.read_ahead(key for key, _ in pairs)
         for key, view in pairs if self._is_open() else ():
             try:
                 size = self._files.read_into(key, view)

@@ -62,11 +62,6 @@ class SealedStore(BlockStore):
         """Those of the store inside."""
         return self.store.n_probes
 
-    @property
-    def n_together(self) -> int:
-        """That of the store inside."""
-        return self.store.n_together
-
     def get(
         self, keys: Sequence[bytes], sizes: Sequence[int], *, exact: bool = False
     ) -> list[memoryview]:
@@ -76,20 +71,6 @@ class SealedStore(BlockStore):
         longer block is damaged, and is removed.
         """
         names = self._names(keys)
-        found: list[memoryview] = []
-        step = max(1, self.n_together)
-        if len(names) > step:
-            self.store.expect(names)
-        for begin in range(0, len(names), step):
-            part = slice(begin, begin + step)
-            found += self._get(keys[part], names[part], sizes[part], exact=exact)
-            if len(found) < min(begin + step, len(names)):
-                break
-        return found
-
-    def _get(
-        self, keys: Sequence[bytes], names: Sequence[bytes], sizes: Sequence[int], *, exact: bool
-    ) -> list[memoryview]:
         # Reused memory may still hold this very block, which would complete one that was cut.
         if exact:
             buffers = [self.envelope.memory(size + self.envelope.overhead) for size in sizes]
@@ -120,10 +101,6 @@ class SealedStore(BlockStore):
             if self.store.get_into([entry.key], [buffer]):
                 found.add(self.envelope.difference(buffer))
         return found
-
-    def expect(self, keys: Sequence[bytes]) -> None:
-        """Prepare to read blocks; see `BlockStore.expect`."""
-        self.store.expect(self._names(keys))
 
     def _reject(self, name: bytes, why: Rejection) -> None:
         """Count a refused block, and remove it."""

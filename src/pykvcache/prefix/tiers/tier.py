@@ -14,7 +14,7 @@ from pykvcache.prefix.block_hash import NamedPrompt
 from pykvcache.prefix.stores.base import BlockStore, check_facts
 from pykvcache.prefix.stores.envelope import Envelope
 from pykvcache.prefix.stores.sealed import SealedStore
-from pykvcache.prefix.tiers.cost_model import TwoTerms
+from pykvcache.prefix.tiers.cost_model import TierSpeed
 from pykvcache.prefix.tiers.notices import LOOK, Notices, Sink
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Tier:
         self.sealed = SealedStore(store, envelope)
         self.owned = owned
         self.notices = Notices(self.medium, sink)
-        self.speed = TwoTerms(*_SPEED[self.medium])
+        self.speed = TierSpeed(*_SPEED[self.medium])
         self.read = self.read_bytes = self.written = self.written_bytes = 0
         self.refused = self.raised = self.too_slow = 0
         self._known: OrderedDict[bytes, float] = OrderedDict()
@@ -128,7 +128,7 @@ class Tier:
             return 0
         began, failures = time.perf_counter(), self._failures()
         n = self._call(lambda: max(0, min(len(keys), int(self.sealed.contains(keys)))), 0)
-        self.speed.note(1, 0, time.perf_counter() - began)
+        self.speed.note(0, time.perf_counter() - began)
         self._note_missing(keys[n : n + 1], failures)
         return n
 
@@ -151,7 +151,7 @@ class Tier:
         if found is nothing:
             return found
         n_bytes = sum(map(len, found))
-        self.speed.note(1, n_bytes, time.perf_counter() - began)
+        self.speed.note(n_bytes, time.perf_counter() - began)
         with self._lock:
             self.read += len(found)
             self.read_bytes += n_bytes
@@ -167,7 +167,7 @@ class Tier:
 
     def estimate(self, n_bytes: int) -> float:
         """Return how many seconds reading so much is thought to take."""
-        return self.speed.seconds(2 + n_bytes // GROUP_BYTES, n_bytes)
+        return self.speed.seconds(n_bytes)
 
     def obstacle(self) -> str:
         """Return why no block of a folder can be of use, in words; empty where some may be.

@@ -17,15 +17,12 @@ class SlowStore(BlockStore):
 
     def __init__(self, store: BlockStore, latency: float = 0.0, bandwidth: float = 1e12) -> None:
         self.store, self.latency, self.bandwidth = store, latency, bandwidth
+        self.n_probes = store.n_probes
         self.closing = threading.Event()
         self.n_gets = 0
 
     def _wait(self, n_bytes: int = 0) -> None:
         self.closing.wait(self.latency + n_bytes / self.bandwidth)
-
-    @property
-    def n_probes(self) -> int:
-        return self.store.n_probes
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
         self._wait()

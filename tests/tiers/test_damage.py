@@ -176,10 +176,8 @@ def test_a_store_that_raises_or_lies_costs_nothing_but_its_blocks(
     [
         ("medium", "nvme"),
         ("medium", None),
-        ("medium", property(lambda _: 1 // 0)),
         ("n_probes", "all"),
         ("n_probes", None),
-        ("counters", None),
     ],
 )
 def test_a_store_of_properties_that_serve_no_cache_is_refused(

@@ -8,6 +8,7 @@ else has a default. `pykvcache.prefix.stores.conformance` holds tests of this co
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import threading
@@ -26,7 +27,6 @@ __all__ = [
     "BlockStore",
     "StoreCounters",
     "StoreEntry",
-    "check_facts",
     "check_items",
     "check_keys",
     "check_max_bytes",
@@ -40,9 +40,6 @@ __all__ = [
 
 #: Length of a key in bytes, that of SHA-256.
 KEY_SIZE = 32
-
-#: Where blocks can be, for a cache: on this machine, or elsewhere.
-MEDIA = ("disk", "remote")
 
 # Characters of an error's text that are kept: a server may send pages.
 _MAX_TEXT = 300
@@ -167,16 +164,15 @@ class BlockStore(ABC):
     #: What addresses of this store begin with, for `open_store`: ``"redis"`` of ``redis://host``.
     schemes: ClassVar[frozenset[str]] = frozenset()
 
-    @property
+    #: Where the blocks are: ``"disk"`` of this machine, or ``"remote"``.
+    medium: str = "remote"
+    #: Number of keys for which `present` costs about one request; a cache asks for no more.
+    n_probes: int = 8
+
+    @functools.cached_property
     def counters(self) -> StoreCounters:
         """Figures of this object: requests, bytes, failures."""
-        if not hasattr(self, "_counters"):
-            self._counters = StoreCounters()
-        return self._counters
-
-    @counters.setter
-    def counters(self, counters: StoreCounters) -> None:
-        self._counters = counters
+        return StoreCounters()
 
     @abstractmethod
     def contains(self, keys: Sequence[bytes]) -> int:
@@ -229,19 +225,9 @@ class BlockStore(ABC):
         """
         return True
 
-    @property
-    def medium(self) -> str:
-        """Where the blocks are: ``"disk"`` of this machine, or ``"remote"``."""
-        return "remote"
-
     def present(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether it is there; the keys need not be a path."""
         return [self.contains([key]) == 1 for key in check_keys(keys)]
-
-    @property
-    def n_probes(self) -> int:
-        """Number of keys for which `present` costs about one request; a cache asks for no more."""
-        return 8
 
     def discard(self, keys: Sequence[bytes]) -> int:
         """Remove blocks, such as damaged ones, so that they can be written again.
@@ -262,28 +248,6 @@ class BlockStore(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def check_facts(store: BlockStore) -> tuple[str, int]:
-    """Return `medium` and `n_probes` of a store, checked.
-
-    Raises
-    ------
-    StoreError, TypeError
-        A property of the store raises, or has a value that a cache cannot work with.
-    """
-    name = type(store).__name__
-    try:
-        medium, n_probes, counters = store.medium, store.n_probes, store.counters
-    except Exception as error:
-        raise StoreError(f"{name}: {type(error).__name__}: {error}", "store", name) from error
-    if not isinstance(counters, StoreCounters):
-        kind = type(counters).__name__
-        raise TypeError(f"{name}.counters must be StoreCounters, not {kind}")
-    if not isinstance(medium, str) or medium not in MEDIA:
-        text = f"{name}.medium is {shown(medium)}: it must be one of {', '.join(MEDIA)}"
-        raise StoreError(text, "medium", medium, MEDIA)
-    return medium, max(0, as_int(n_probes, f"{name}.n_probes", error=StoreError))
 
 
 def check_process(pid: int) -> None:

@@ -237,6 +237,9 @@ class FolderStore(BlockStore):
         The folder cannot be made or may not be read, or ``max_bytes`` is too small.
     """
 
+    medium = "disk"
+    n_probes = 4096
+
     def __init__(self, path: str | os.PathLike[str], max_bytes: int = 10 << 30) -> None:
         name = as_file_name(path, error=StoreError)
         self.path = os.path.abspath(os.path.expanduser(name))
@@ -268,21 +271,11 @@ class FolderStore(BlockStore):
             return 0
         return next((i for i, key in enumerate(keys) if self._files.stat(key) is None), len(keys))
 
-    @property
-    def medium(self) -> str:
-        """``"disk"``."""
-        return "disk"
-
     def present(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether it is there; see `BlockStore.present`."""
         keys = check_keys(keys)
         is_open = self._is_open()
         return [is_open and self._files.stat(key) is not None for key in keys]
-
-    @property
-    def n_probes(self) -> int:
-        """Thousands."""
-        return 4096
 
     def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
         """Read the leading run of blocks; see `BlockStore.get_into`."""

@@ -40,6 +40,8 @@ class MemoryStore(BlockStore):
         objects.
     """
 
+    n_probes = 4096
+
     def __init__(self, max_bytes: int = 1 << 30) -> None:
         self._max_bytes = check_max_bytes(max_bytes)
         self._pid = os.getpid()
@@ -61,11 +63,6 @@ class MemoryStore(BlockStore):
         keys = check_keys(keys)
         with self._held():
             return next((i for i, key in enumerate(keys) if key not in self._blocks), len(keys))
-
-    @property
-    def n_probes(self) -> int:
-        """Thousands."""
-        return 4096
 
     def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
         """Copy the leading run into the buffers; see `BlockStore.get_into`."""

@@ -83,7 +83,7 @@ class ObjectStore(RemoteStore):
         self, url: str, *, timeout: float = 5.0, n_parallel: int = 8, **options: Any
     ) -> None:
         self._timeout = timeout = check_seconds(timeout, "timeout")
-        self._n_parallel = as_int(n_parallel, "n_parallel", 1, 256, StoreError)
+        self._n_parallel = self.n_probes = as_int(n_parallel, "n_parallel", 1, 256, StoreError)
         try:
             import obstore
             from obstore.store import from_url
@@ -152,11 +152,6 @@ class ObjectStore(RemoteStore):
         for wave in self._waves(keys):
             there += map(bool, self._map(self._has, wave))
         return there + [False] * (len(keys) - len(there))
-
-    @property
-    def n_probes(self) -> int:
-        """As many as requests are made at once."""
-        return self._n_parallel
 
     def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
         """Read the leading run of blocks, several at once; see `BlockStore.get_into`."""

@@ -74,6 +74,7 @@ class RedisStore(RemoteStore):
     """
 
     schemes: ClassVar[frozenset[str]] = frozenset({"redis", "rediss", "unix", "valkey", "valkeys"})
+    n_probes = 4096
 
     def __init__(
         self,
@@ -203,11 +204,6 @@ class RedisStore(RemoteStore):
     def present(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether it is there; see `BlockStore.present`."""
         return [n == 1 for n in self._each(self._commands("EXISTS", check_keys(keys)))]
-
-    @property
-    def n_probes(self) -> int:
-        """Thousands."""
-        return 4096
 
     def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
         """Read the leading run of blocks, 2 MiB per request; see `BlockStore.get_into`."""

@@ -42,25 +42,16 @@ class SealedStore(BlockStore):
         self.store = store
         self.envelope = envelope
         self.counters = store.counters
+        self.medium, self.n_probes = store.medium, store.n_probes
         self.rejections: Counter[Rejection] = Counter()
 
     def contains(self, keys: Sequence[bytes]) -> int:
         """Return how many of the leading keys are there, without checking the blocks."""
         return self.store.contains(self._names(keys))
 
-    @property
-    def medium(self) -> str:
-        """That of the store inside."""
-        return self.store.medium
-
     def present(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether it is there, without checking the block."""
         return self.store.present(self._names(keys))
-
-    @property
-    def n_probes(self) -> int:
-        """Those of the store inside."""
-        return self.store.n_probes
 
     def get(
         self, keys: Sequence[bytes], sizes: Sequence[int], *, exact: bool = False

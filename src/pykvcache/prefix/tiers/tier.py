@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from pykvcache._arguments import as_int
+from pykvcache.errors import StoreError, shown
 from pykvcache.prefix.block_hash import NamedPrompt
-from pykvcache.prefix.stores.base import BlockStore, check_facts
+from pykvcache.prefix.stores.base import BlockStore
 from pykvcache.prefix.stores.envelope import Envelope
 from pykvcache.prefix.stores.sealed import SealedStore
 from pykvcache.prefix.tiers.cost_model import TierSpeed
@@ -106,7 +108,12 @@ class Tier:
     def __init__(
         self, store: BlockStore, envelope: Envelope, *, owned: bool, sink: Sink = lambda event: None
     ) -> None:
-        self.medium, self.n_probes = check_facts(store)
+        name = type(store).__name__
+        self.medium = store.medium
+        if self.medium not in _SPEED:
+            text = f"{name}.medium is {shown(self.medium)}: it must be one of {', '.join(_SPEED)}"
+            raise StoreError(text, "medium", self.medium, tuple(_SPEED))
+        self.n_probes = as_int(store.n_probes, f"{name}.n_probes", 0, error=StoreError)
         self.sealed = SealedStore(store, envelope)
         self.owned = owned
         self.notices = Notices(self.medium, sink)

@@ -211,6 +211,18 @@ def as_bool(value: object, what: str) -> bool:
     return bool(value)
 
 
+def as_text(value: str, what: str, error: type[DetailedError] = ArgumentError) -> str:
+    """Return a text; raise if it is not a str, or not valid Unicode."""
+    if not isinstance(value, str):
+        raise TypeError(f"{what} must be a str, not {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as found:
+        at = found.start
+        raise error(f"{what} is not Unicode text: character {at}", what, value, at) from None
+    return value
+
+
 def as_float(value: object, what: str, lo: float, hi: float) -> float:
     """Return a finite number in ``[lo, hi]``; a ``bool`` or text is refused."""
     # All arrays have __float__, and an isinstance check with a protocol takes 20 us.

@@ -108,13 +108,13 @@ def test_addresses_are_texts(kind: type[BlockStore]) -> None:
     pytest.importorskip("obstore" if kind is ObjectStore else "redis")
     make: Any = kind
     for wrong in (None, 5, b"redis://h", np.array(5), Path("redis://h"), object()):
-        with pytest.raises(TypeError, match="url is a str, not"):
+        with pytest.raises(TypeError, match="url must be a str, not"):
             make(wrong)
     with pytest.raises(StoreError, match=r"url is not Unicode text: character 9") as info:
         make("redis://h\ud800")
     assert (info.value.what, info.value.limit) == ("url", 9)
     if kind is not ObjectStore:
-        with pytest.raises(TypeError, match="prefix is a str, not NoneType"):
+        with pytest.raises(TypeError, match="prefix must be a str, not NoneType"):
             make(NOWHERE.replace("redis:", "redis+cluster:"), prefix=None)
 
 

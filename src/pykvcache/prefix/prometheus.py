@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from pykvcache._arguments import as_text
 from pykvcache.errors import ArgumentError, shown
 from pykvcache.prefix.cache import PrefixCache
 from pykvcache.prefix.report import CacheStats
@@ -92,13 +93,7 @@ class CacheCollector:
         """
         if not isinstance(cache, PrefixCache):
             raise TypeError(f"cache must be a PrefixCache, not {type(cache).__name__}")
-        if not isinstance(name, str):
-            raise TypeError(f"name must be a str, not {type(name).__name__}")
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            raise ArgumentError(f"name {name!r} is not Unicode text", "name", name) from None
-        known = self._caches.get(name)
+        known = self._caches.get(as_text(name, "name"))
         if known is not None and known.stats() is not None:
             raise ArgumentError(f"name {shown(name)} is that of another cache", "name", name)
         # Replaced as a whole: another thread may be collecting.

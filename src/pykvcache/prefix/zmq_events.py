@@ -15,9 +15,9 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, SupportsIndex
 
-from pykvcache._arguments import as_int
+from pykvcache._arguments import as_int, as_text
 from pykvcache._closing import Closing
-from pykvcache.errors import ArgumentError, ClosedError, shown
+from pykvcache.errors import ClosedError, shown
 from pykvcache.prefix.cache import PrefixCache
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 
@@ -56,16 +56,6 @@ def as_map(event: CacheEvent) -> dict[str, Any]:
         "group_idx": None,
         "kv_cache_spec_kind": None,
     }
-
-
-def _encoded(text: str, name: str) -> bytes:
-    """Return a text as UTF-8; raise if it is none."""
-    if not isinstance(text, str):
-        raise TypeError(f"{name} must be a str, not {type(text).__name__}")
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        raise ArgumentError(f"{name} {text!r} is not Unicode text", name, text) from None
 
 
 def _low(name: bytes) -> int:
@@ -127,7 +117,7 @@ class EventPublisher(Closing):
             raise ClosedError("the cache is closed")
         self._zmq: Any = zmq
         self._pack = msgpack.packb
-        self._topic = _encoded(topic, "topic")
+        self._topic = as_text(topic, "topic").encode()
         rank = data_parallel_rank
         # What cannot be packed would end the thread with the first event.
         self._rank = None if rank is None else as_int(rank, "data_parallel_rank", 0, 2**31 - 1)
@@ -170,7 +160,7 @@ class EventPublisher(Closing):
         return self._bound[1] if self._replay is not None else None
 
     def _bind(self, kind: int, endpoint: str, name: str) -> Any:
-        _encoded(endpoint, name)
+        as_text(endpoint, name)
         socket: Any = self._context.socket(kind)
         self._sockets.append(socket)
         socket.setsockopt(self._zmq.LINGER, 0)

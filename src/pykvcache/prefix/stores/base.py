@@ -32,7 +32,6 @@ __all__ = [
     "check_max_bytes",
     "check_process",
     "check_seconds",
-    "check_text",
     "copy_run",
     "flat",
     "writable",
@@ -355,16 +354,3 @@ def check_seconds(value: float, name: str = "seconds") -> float:
         text = f"{name} is {shown(value)}: above 0, at most {_MAX_SECONDS:g}"
         raise StoreError(text, name, value, _MAX_SECONDS)
     return float(value)
-
-
-def check_text(value: str, name: str) -> str:
-    """Return a text; raise if it is not a str, or not valid Unicode."""
-    if not isinstance(value, str):
-        raise TypeError(f"{name} is a str, not {type(value).__name__}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        at = error.start
-        text = f"{name} is not Unicode text: character {at}"
-        raise StoreError(text, name, value, at) from None
-    return value

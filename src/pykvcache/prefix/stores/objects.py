@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
-from pykvcache._arguments import as_int
+from pykvcache._arguments import as_int, as_text
 from pykvcache.errors import StoreError
 from pykvcache.prefix.stores.base import (
     KEY_SIZE,
@@ -22,7 +22,6 @@ from pykvcache.prefix.stores.base import (
     check_keys,
     check_max_bytes,
     check_seconds,
-    check_text,
     writable,
 )
 from pykvcache.prefix.stores.remote import RemoteStore
@@ -93,7 +92,7 @@ class ObjectStore(RemoteStore):
         self._obstore: Any = obstore
         if os.getpid() != _processes.setdefault("first", os.getpid()):
             raise StoreError("obstore has threads, and does not work in a forked child", value=url)
-        is_local = check_text(url, "url").startswith(("file:", "memory:"))
+        is_local = as_text(url, "url", StoreError).startswith(("file:", "memory:"))
         if not is_local:
             times = {"timeout": timeout, "connect_timeout": min(timeout, 2.0)}
             client = {name: f"{max(1, round(1000 * seconds))}ms" for name, seconds in times.items()}

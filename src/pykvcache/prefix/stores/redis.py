@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
+from pykvcache._arguments import as_text
 from pykvcache.errors import StoreError
 from pykvcache.prefix.stores.base import (
     KEY_SIZE,
@@ -19,7 +20,6 @@ from pykvcache.prefix.stores.base import (
     check_keys,
     check_max_bytes,
     check_seconds,
-    check_text,
     copy_run,
     writable,
 )
@@ -84,8 +84,8 @@ class RedisStore(RemoteStore):
         timeout: float = 1.0,
         connect_timeout: float = 0.25,
     ) -> None:
-        scheme, separator, rest = check_text(url, "url").partition("://")
-        self._prefix = check_text(prefix, "prefix").encode()
+        scheme, separator, rest = as_text(url, "url", StoreError).partition("://")
+        self._prefix = as_text(prefix, "prefix", StoreError).encode()
         options: dict[str, Any] = {
             "socket_timeout": check_seconds(timeout, "timeout"),
             "socket_connect_timeout": check_seconds(connect_timeout, "connect_timeout"),

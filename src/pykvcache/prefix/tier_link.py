@@ -76,20 +76,8 @@ class _LoadedCells:
 class TierLink:
     """The one seam between a cache and its tiers. The pool's lock is held in every method.
 
-    Parameters
-    ----------
-    tiers
-        The stores; there may be none.
-    memory, blocks
-        Those of the cache.
-    root
-        Names the root of a namespace.
-    evaluation
-        How long evaluating takes.
-    tier_seconds
-        How long a request waits at most, set by hand.
-    n_row
-        How many logits the end of a prompt has; 0 where they are of no use.
+    ``tier_seconds`` is how long a request waits at most, where that was set by hand; ``n_row`` the
+    number of logits at the end of a prompt, 0 where they are of no use.
     """
 
     def __init__(
@@ -233,16 +221,8 @@ class TierLink:
     ) -> None:
         """Give the tiers what stands in memory, or can still be read, of a sequence that closes.
 
-        Parameters
-        ----------
-        tokens, namespace
-            Of the sequence.
-        ends
-            Where prompts are likely to go on: windows and ends are written for these.
-        source
-            Where cells come from that are not in memory; None where they cannot be read.
-        states
-            States and logits by the number of tokens that they are after.
+        Windows and end records are written for ``ends``, where prompts are likely to go on. Cells
+        that are not in memory come from ``source``; ``states`` are by their number of tokens.
         """
         size = self._memory.shape.block_size
         prompt = self._named(tokens, namespace)

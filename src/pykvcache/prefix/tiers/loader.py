@@ -34,10 +34,8 @@ class Wanted:
     ----------
     n_blocks
         Full blocks that may be loaded.
-    begin
-        Full blocks of attention cells that are in memory.
-    window_begin, window_end
-        Full blocks whose window cells are in memory.
+    begin, window_begin, window_end
+        Full blocks whose attention and window cells are in memory.
     known
         Tokens that need no evaluation without the tiers: what is not more is of no use.
     limit
@@ -103,12 +101,7 @@ class Wanted:
 class Loaded:
     """What has come of a search, all of it right: n tokens can be gone on from with it.
 
-    Attributes
-    ----------
-    attention, window
-        Cells of full blocks, by index of the block, and the tier that they are from.
-    end
-        The end record after them and its tier, where one is of use.
+    Cells of full blocks are by index of the block; each comes with the tier that it is from.
     """
 
     n: int = 0
@@ -136,14 +129,8 @@ class _Span:
 class Load:
     """One search of the tiers, the nearest first. `start` lets a thread make it.
 
-    A search whose requester did not wait for it is delivered by its thread.
-
-    Attributes
-    ----------
-    found
-        What has come; to be read once `done` is set.
-    obstacles
-        Why nothing came, in words, where that is known.
+    A search whose requester did not wait for it is delivered by its thread. What has come is
+    ``found``, and ``obstacles`` say why nothing came: to be read once ``done`` is set.
     """
 
     def __init__(

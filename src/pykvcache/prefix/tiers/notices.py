@@ -30,13 +30,6 @@ class Notices:
 
     Any thread may call. Events of one tier go out in their order, by one thread at a time, and no
     lock is held then: a callback may call the cache.
-
-    Parameters
-    ----------
-    medium
-        That of the store.
-    sink
-        Takes the events.
     """
 
     def __init__(self, medium: str, sink: Sink) -> None:

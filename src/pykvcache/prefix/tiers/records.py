@@ -34,18 +34,9 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class End:
-    """What a memory holds at one place, without the full blocks before it.
+    """What a memory holds at one place: cells of the tokens after the last full block, and more.
 
-    Attributes
-    ----------
-    n_cells
-        Tokens after the last full block.
-    cells, window
-        Bytes of their cells, of layers without and with a window.
-    state
-        Recurrent state at that place; None where the memory has none.
-    row
-        Logits after the last token, float32; None where they are not kept.
+    ``row`` are the logits after the last token, float32.
     """
 
     n_cells: int

@@ -32,18 +32,8 @@ CLOSE_SECONDS = 30.0
 class Tiers:
     """The stores below one cache: every record goes to all, and comes from the nearest.
 
-    Parameters
-    ----------
-    stores
-        The nearest first.
-    envelope
-        What is put around the records.
-    queue_bytes
-        Upper bound on the bytes that wait to be written, per tier.
-    sink
-        Takes events of what the tiers have.
-    progress, urgent_bytes
-        As of a `Writer`.
+    ``queue_bytes`` bounds the bytes that wait to be written to each; ``sink`` takes events of what
+    they have; ``progress`` and ``urgent_bytes`` are as of a `Writer`.
     """
 
     def __init__(

@@ -93,16 +93,8 @@ class TierStats:
 class Tier:
     """A store below a cache's memory. What a store raises ends here, counted and logged once.
 
-    Parameters
-    ----------
-    store
-        Where the blocks lie; raises `StoreError` or TypeError where a cache cannot work with it.
-    envelope
-        What is put around them.
-    owned
-        Whether to close the store.
-    sink
-        Takes events of blocks that came and left.
+    An ``owned`` store is closed with it. Raises `StoreError` or TypeError for a store whose facts
+    a cache cannot work with.
     """
 
     def __init__(

@@ -41,16 +41,8 @@ _TOUCH_SECONDS, _TOUCH_KEYS = 20.0, 1 << 12
 class Chain:
     """Records of one prompt, the first one first: keys and contents.
 
-    Attributes
-    ----------
-    uses
-        Keys of all records that a prompt uses, in the order of `BlockStore.touch`.
-    removes
-        Keys to remove instead.
-    prompt
-        Has the names of full blocks, for events.
-    has_begun
-        Whether the thread has taken some of its items.
+    ``uses`` are the keys of all records that the prompt uses, in the order of `BlockStore.touch`;
+    ``removes`` are keys to remove. The prompt has the names of full blocks, for events.
     """
 
     items: list[Item] = field(default_factory=list)
@@ -78,16 +70,9 @@ class Writer:
     after a while. A path is touched whole, and again after its end was written, so no record
     becomes less recent than one that needs it.
 
-    Parameters
-    ----------
-    tier
-        Where it goes.
-    max_bytes
-        Upper bound on the bytes that wait.
-    progress
-        Returns a number that changes when tokens are evaluated.
-    urgent_bytes
-        Where more are waiting there are no pauses: a quarter of the queue at most.
+    At most ``max_bytes`` wait. ``progress`` returns a number that changes when tokens are
+    evaluated. Where more than ``urgent_bytes`` wait, a quarter of the queue at most, there are no
+    pauses.
     """
 
     def __init__(

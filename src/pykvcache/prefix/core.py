@@ -269,7 +269,8 @@ class CacheCore:
             with self.blocks.change():
                 self.blocks.clear(space)
             tiers.cancel(space)
-            tiers.say_again(self.events.withdraw(space))
+            self.events.withdraw(space)
+            tiers.say_again()
         for request in self.live.remove(namespace):
             self.cancel_search(request)
             with self.blocks.change():

@@ -32,7 +32,7 @@ LAYERS = [
     {"memory", "facts", "introspection"},
     {"decoding", "pictures"},
     {"context"},
-    {"sequence"},
+    {"sequence", "_embedder"},
     {"prefix"},
     {"generate", "simulate", "openai_format"},
     {"llm"},

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pykvcache import LLM, LlamaContext, LlamaModel, LlamaSequence, Sampler, embedded_model_path
-from pykvcache.errors import ArgumentError, ClosedError, ModelLoadError
+from pykvcache.errors import ArgumentError, ClosedError, ContextCreateError, ModelLoadError
 from support.chat_formats import WEATHER
 from support.models import make_model
 
@@ -79,6 +79,15 @@ def test_one_text_is_what_a_sequence_gives(llm: LLM) -> None:
     for mine, right in zip(found.logprobs, generation.logprobs, strict=True):
         assert max(mine, key=mine.__getitem__) == max(right, key=right.__getitem__)
         assert max(mine.values()) == pytest.approx(max(right.values()), abs=0.05)
+
+
+def test_memories_that_cannot_share_cells_give_each_sequence_its_own(model_folder: Path) -> None:
+    path = make_model("glm5_next", model_folder)
+    with LLM(path, n_ctx=2048, ram_bytes=0) as llm:
+        assert not llm.context.kv_unified
+        assert len(llm.generate(["a b", "a c"], max_tokens=2)) == 2
+    with pytest.raises(ContextCreateError, match="n_seq_max=1"):
+        LLM(path, n_ctx=2048, kv_unified=True)
 
 
 def test_many_prompts_keep_their_order_and_share_prefixes(llm: LLM) -> None:

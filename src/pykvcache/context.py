@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,7 @@ from pykvcache.enums import (
     RopeScalingType,
     RopeScalingTypeName,
 )
-from pykvcache.errors import ClosedError
+from pykvcache.errors import ClosedError, ContextCreateError
 from pykvcache.facts import PerfData
 from pykvcache.introspection import IntrospectionMethods
 from pykvcache.kv import KvMethods
@@ -34,7 +35,7 @@ from pykvcache.model import LlamaModel
 from pykvcache.pictures import PictureMethods
 from pykvcache.state import LlamaFileMethods
 
-__all__ = ["LlamaContext"]
+__all__ = ["LlamaContext", "open_context"]
 
 _log = logging.getLogger("pykvcache")
 
@@ -272,3 +273,21 @@ class LlamaContext(
             f"<LlamaContext {self.memory_kind}, n_ctx={self.n_ctx}, n_seq_max={self.n_seq_max}, "
             f"K {self._type_k.name.lower()}, V {self._type_v.name.lower()}{state}>"
         )
+
+
+def open_context(model: LlamaModel, **options: Any) -> LlamaContext:
+    """Open a context; if its memory cannot share cells among sequences, with ``kv_unified=False``.
+
+    Parameters
+    ----------
+    model
+        The model.
+    **options
+        Parameters of `LlamaContext`. A given ``kv_unified`` is kept.
+    """
+    try:
+        return LlamaContext(model, **options)
+    except ContextCreateError as error:
+        if error.what != "kv_unified" or "kv_unified" in options:
+            raise
+        return LlamaContext(model, kv_unified=False, **options)

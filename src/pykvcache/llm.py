@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +14,9 @@ import numpy.typing as npt
 
 from pykvcache._arguments import TokenInput, as_int, as_token_array
 from pykvcache._closing import Closing
-from pykvcache.batch import LlamaBatch
+from pykvcache._embedder import Embedder
 from pykvcache.chat_format import ChatFormat, ChatMessage, ToolCall, ToolChoice
-from pykvcache.context import LlamaContext
-from pykvcache.errors import ArgumentError
+from pykvcache.context import LlamaContext, open_context
 from pykvcache.generate import BatchGenerator
 from pykvcache.generate.handle import FinishReason, GenerationHandle
 from pykvcache.model import LlamaModel
@@ -190,13 +188,12 @@ class LLM(Closing):
         self._model = (
             model if isinstance(model, LlamaModel) else LlamaModel(os.path.expanduser(model))
         )
-        self._embedder: LlamaContext | None = None
-        self._embedding = threading.Lock()  # one batch at a time: its rows are read afterwards
+        self._embedder = Embedder(self._model)
         try:
             free = free_memory()
             if n_ctx is None:
                 n_ctx = default_cells(self._model, n_seq_max, free // 4, options)
-            self._ctx = LlamaContext(self._model, n_ctx=n_ctx, n_seq_max=n_seq_max, **options)
+            self._ctx = open_context(self._model, n_ctx=n_ctx, n_seq_max=n_seq_max, **options)
             try:
                 if ram_bytes is None:
                     ram_bytes = min(max(free // 8, LEAST_RAM_BYTES), MOST_RAM_BYTES)
@@ -489,59 +486,14 @@ class LLM(Closing):
         ArgumentError
             A text has no tokens, or more than the context for embeddings.
         """
-        ctx = self._embedding_context()
         given = [texts] if isinstance(texts, str) else list(texts)
-        tokens = [self.tokens_of(text) for text in given]
-        for ids in tokens:
-            if not 1 <= len(ids) <= ctx.n_ubatch:
-                raise ArgumentError(
-                    f"a text of {len(ids)} tokens: from 1 to {ctx.n_ubatch} have an embedding",
-                    "texts",
-                    len(ids),
-                    ctx.n_ubatch,
-                )
-        rows = np.empty((len(given), self._model.n_embd), np.float32)
-        most = 1 if ctx.memory_info.n_swa else ctx.n_seq_max  # a window takes one at a time
-        for group in _groups([len(ids) for ids in tokens], ctx.n_ubatch, most):
-            batch = LlamaBatch()
-            for seq, i in enumerate(group):
-                batch.add_sequence(tokens[i], seq, logits_all=True)
-            with self._embedding:
-                if self._model.has_decoder:
-                    ctx.clear_kv_cache()
-                ctx.decode(batch)
-                for seq, i in enumerate(group):
-                    rows[i] = ctx.seq_embeddings(seq)
-        norms = np.linalg.norm(rows, axis=1, keepdims=True)
-        unit: npt.NDArray[np.float32] = rows / np.maximum(norms, np.finfo(np.float32).tiny)
-        return unit
+        return self._embedder.embed([self.tokens_of(text) for text in given])
 
     def tokens_of(self, prompt: Prompt) -> npt.NDArray[np.int32]:
         """Return the tokens of a prompt: a text with the model's special tokens, or ids."""
         if isinstance(prompt, str):
             return self._model.tokenize(prompt)
         return as_token_array(prompt)
-
-    def _embedding_context(self) -> LlamaContext:
-        with self._embedding:
-            return self._make_embedder()
-
-    def _make_embedder(self) -> LlamaContext:
-        if self._embedder is None:
-            n = min(self._model.n_ctx_train, 2048)
-            options: dict[str, Any] = {
-                "n_ctx": 8 * n,
-                "n_batch": n,
-                "n_ubatch": n,
-                "n_seq_max": 8,
-                "embeddings": True,
-            }
-            ctx = LlamaContext(self._model, **options)
-            if ctx.pooling_type.name == "NONE":
-                ctx.close()
-                ctx = LlamaContext(self._model, pooling_type="mean", **options)
-            self._embedder = ctx
-        return self._embedder
 
     # As in llama-cpp-python ---------------------------------------------------------------------
 
@@ -698,8 +650,7 @@ class LLM(Closing):
         self._generator.close()
         self._cache.close()
         self._ctx.close()
-        if self._embedder is not None:
-            self._embedder.close()
+        self._embedder.close()
         self._close_model()
 
     def _close_model(self) -> None:
@@ -731,20 +682,6 @@ def _aborting(handle: GenerationHandle) -> Iterator[None]:
     finally:
         if handle.finish_reason is None:
             handle.abort()
-
-
-def _groups(lengths: list[int], most_tokens: int, most_texts: int) -> Iterator[list[int]]:
-    """Yield groups of consecutive texts that fit one decode."""
-    group: list[int] = []
-    n = 0
-    for i, length in enumerate(lengths):
-        if group and (n + length > most_tokens or len(group) == most_texts):
-            yield group
-            group, n = [], 0
-        group.append(i)
-        n += length
-    if group:
-        yield group
 
 
 def as_tiers(cache: Any) -> list[Any]:

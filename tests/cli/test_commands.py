@@ -19,6 +19,7 @@ pytest.importorskip("click", reason="pip install 'pykvcache[cli]'")
 from pykvcache import LlamaContext, LlamaModel, LlamaSequence, Sampler, embedded_model_path
 from pykvcache.cli import main
 from pykvcache.cli.info import context_bytes
+from pykvcache.context import open_context
 
 Capture = pytest.CaptureFixture[str]
 
@@ -144,13 +145,13 @@ def test_tokenize_and_back(capsys: Capture) -> None:
     assert "'one'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mamba", "jamba", "bert"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mamba", "jamba", "glm5_next", "bert"])
 def test_info_says_what_the_context_says(name: str, model_folder: Path, capsys: Capture) -> None:
     path = str(make_model(name, model_folder))
     facts = json.loads(out_of(capsys, "info", path, "--n-ctx", "512", "--json"))
     with (
         LlamaModel(path) as model,
-        LlamaContext(model, n_ctx=512, embeddings=not model.has_decoder) as ctx,
+        open_context(model, n_ctx=512, embeddings=not model.has_decoder) as ctx,
     ):
         memory = ctx.memory_info
         assert facts["memory"] == ctx.memory_kind
@@ -167,14 +168,16 @@ def test_info_says_what_the_context_says(name: str, model_folder: Path, capsys: 
 
 @pytest.mark.parametrize("swa_full", [True, False])
 @pytest.mark.parametrize("n_seq_max", [1, 3])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mamba", "jamba"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mamba", "jamba", "glm5_next"])
 def test_bytes_of_any_size_without_making_it(
     name: str, n_seq_max: int, swa_full: bool, model_folder: Path
 ) -> None:
     options: dict[str, Any] = {"n_seq_max": n_seq_max, "type_k": "bf16", "swa_full": swa_full}
+    if name == "glm5_next":  # stores both in one type
+        options["type_v"] = "bf16"
     with LlamaModel(make_model(name, model_folder)) as model:
         for n_ctx in (64, 700, 5000, 9000):
-            with LlamaContext(model, n_ctx=n_ctx, **options) as ctx:
+            with open_context(model, n_ctx=n_ctx, **options) as ctx:
                 real = ctx.memory_info.bytes_total
             assert context_bytes(model, n_ctx, **options).cache == real
 

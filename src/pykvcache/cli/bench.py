@@ -19,7 +19,7 @@ from pykvcache.cli.options import (
     number,
     threads_option,
 )
-from pykvcache.cli.terminal import load_model, open_context, table
+from pykvcache.cli.terminal import load_model, open_from_options, table
 
 __all__ = ["bench"]
 
@@ -52,7 +52,7 @@ def bench(model: str, tokens: int, repeat: int, as_json: bool, **options: Any) -
     """
     with (
         load_model(model) as loaded,
-        open_context(loaded, options, n_ctx=tokens + 512, n_seq_max=10) as ctx,
+        open_from_options(loaded, options, n_ctx=tokens + 512, n_seq_max=10) as ctx,
     ):
         found = _measure(ctx, tokens, repeat)
     if as_json:

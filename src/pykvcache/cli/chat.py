@@ -24,7 +24,7 @@ from pykvcache.cli.options import (
     stop_option,
     template_option,
 )
-from pykvcache.cli.terminal import is_terminal, load_model, note, one_line, open_context
+from pykvcache.cli.terminal import is_terminal, load_model, note, one_line, open_from_options
 from pykvcache.context import LlamaContext
 from pykvcache.errors import KvCacheError
 from pykvcache.sampling import Sampler
@@ -94,7 +94,7 @@ def chat(
     if session is not None:
         _check_folder(session)
     text = None if template is None else read_file(template)
-    with load_model(model) as loaded, open_context(loaded, options, n_seq_max=8) as ctx:
+    with load_model(model) as loaded, open_from_options(loaded, options, n_seq_max=8) as ctx:
         sampler = make_sampler(options)
         one = Chat(ctx, system, session, text)
         one.begin()

@@ -6,6 +6,7 @@ import json
 
 import click
 
+from pykvcache._embedder import Embedder
 from pykvcache.cli.options import file_option, model_option, read_file, read_text
 from pykvcache.cli.terminal import load_model
 
@@ -29,14 +30,12 @@ def embed(texts: tuple[str, ...], model: str, file: str | None, lines: bool) -> 
 
     Without TEXTS, standard input is embedded.
     """
-    from pykvcache import LLM
-
     if texts and (file is not None or lines):
         raise click.UsageError("texts, and --file or --lines, were given: one of them")
     given = list(texts)
     if not given:
         whole = read_file(file) if file is not None else read_text(None, None)
         given = whole.splitlines() if lines else [whole]
-    with load_model(model) as loaded, LLM(loaded, n_ctx=256, n_parallel=1, ram_bytes=0) as llm:
-        for row in llm.embed(given):
+    with load_model(model) as loaded, Embedder(loaded) as embedder:
+        for row in embedder.embed([loaded.tokenize(one) for one in given]):
             click.echo(json.dumps([round(float(x), 7) for x in row]))

@@ -26,7 +26,7 @@ from pykvcache.cli.options import (
     stop_option,
     template_option,
 )
-from pykvcache.cli.terminal import is_terminal, load_model, note, open_context, watched
+from pykvcache.cli.terminal import is_terminal, load_model, note, open_from_options, watched
 from pykvcache.model import LlamaModel
 from pykvcache.sequence.logprobs import TokenLogprob
 
@@ -125,7 +125,7 @@ def generate(
         if chat:
             given, quote = _rendered(loaded, text, system, template)
             stop += quote
-        ctx = stack.enter_context(open_context(loaded, options, n_seq_max=min(samples, 64)))
+        ctx = stack.enter_context(open_from_options(loaded, options, n_seq_max=min(samples, 64)))
         start = time.perf_counter()
         cache: PrefixCache | None = None
         sequence: LlamaSequence

@@ -9,6 +9,9 @@ import click
 
 from pykvcache.cli.options import cache_type_options, json_option, model_path, number, swa_option
 from pykvcache.cli.terminal import load_model, table
+from pykvcache.context import open_context
+from pykvcache.introspection import MemoryInfo
+from pykvcache.model import LlamaModel
 
 __all__ = ["context_bytes", "info"]
 
@@ -129,10 +132,8 @@ class ContextBytes(NamedTuple):
     compute: int
 
 
-def _try(model: Any, n_ctx: int, **options: Any) -> tuple[Any, ContextBytes]:
-    from pykvcache import LlamaContext
-
-    with LlamaContext(
+def _try(model: LlamaModel, n_ctx: int, **options: Any) -> tuple[MemoryInfo, ContextBytes]:
+    with open_context(
         model,
         n_ctx=n_ctx,
         n_batch=N_UBATCH,
@@ -144,19 +145,23 @@ def _try(model: Any, n_ctx: int, **options: Any) -> tuple[Any, ContextBytes]:
         return ctx.memory_info, ContextBytes(ctx.memory_info.bytes_total, compute)
 
 
-def context_bytes(model: Any, n_ctx: int, *, n_seq_max: int = 1, **options: Any) -> ContextBytes:
+def context_bytes(
+    model: LlamaModel, n_ctx: int, *, n_seq_max: int = 1, **options: Any
+) -> ContextBytes:
     """Return the bytes of a context of ``n_ctx`` cells, without making a large one.
 
     Once its windows are full, a cache grows by the same number of bytes per cell. So two small
     contexts give the size of a large one; for compute buffers it is a lower bound.
     """
-    n_ctx = -(-n_ctx // CELLS) * CELLS
-    full = -(-(model.n_swa * n_seq_max + N_UBATCH) // CELLS) * CELLS + CELLS
-    sizes = (n_ctx,) if n_ctx <= full + CELLS else (full, full + CELLS)
+    memory, _ = _try(model, CELLS, n_seq_max=n_seq_max, **options)
+    step = CELLS * (max(1, memory.n_streams))
+    n_ctx = -(-n_ctx // step) * step
+    full = -(-(model.n_swa * n_seq_max + N_UBATCH) // step) * step + step
+    sizes = (n_ctx,) if n_ctx <= full + step else (full, full + step)
     found = [_try(model, size, n_seq_max=n_seq_max, **options)[1] for size in sizes]
     if len(found) == 1:
         return found[0]
-    more = (n_ctx - full) // CELLS
+    more = (n_ctx - full) // step
     return ContextBytes(*(a + (b - a) * more for a, b in zip(*found, strict=True)))
 
 

@@ -161,7 +161,7 @@ cache_type_options = _group(
         for letter, part in (("k", "keys"), ("v", "values"))
     )
 )
-#: Of a command that opens one context: see `open_context`.
+#: Of a command that opens one context: see `open_from_options`.
 context_options = _group(
     click.option(
         "--n-ctx",

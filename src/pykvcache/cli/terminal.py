@@ -11,8 +11,8 @@ from typing import Any, TextIO
 
 import click
 
-from pykvcache.context import LlamaContext
-from pykvcache.errors import ContextCreateError, KvCacheError
+from pykvcache.context import LlamaContext, open_context
+from pykvcache.errors import KvCacheError
 from pykvcache.model import LlamaModel
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
     "load_model",
     "note",
     "one_line",
-    "open_context",
+    "open_from_options",
     "table",
     "watched",
 ]
@@ -71,18 +71,10 @@ def load_model(path: str, **options: Any) -> LlamaModel:
         return LlamaModel(path, progress=progress, **options)
 
 
-def open_context(model: LlamaModel, options: dict[str, Any], **more: Any) -> LlamaContext:
-    """Open a context with those of `options` that ``context_options`` adds, and more.
-
-    Sequences that cannot share one pool of cells get a part of it each.
-    """
-    given = {_CONTEXT[name]: value for name, value in options.items() if name in _CONTEXT} | more
-    try:
-        return LlamaContext(model, **given)
-    except ContextCreateError as error:
-        if error.what != "kv_unified":
-            raise
-        return LlamaContext(model, kv_unified=False, **given)
+def open_from_options(model: LlamaModel, options: dict[str, Any], **more: Any) -> LlamaContext:
+    """Open a context with those of `options` that ``context_options`` adds, and more."""
+    given = {_CONTEXT[name]: value for name, value in options.items() if name in _CONTEXT}
+    return open_context(model, **given, **more)
 
 
 @contextmanager

@@ -87,7 +87,7 @@ EXTRAS = {
 NEEDS_EXTRA = {
     "chat": {"jinja2"},
     "cli": {"click"},
-    "serve": {"starlette", "uvicorn", "msgspec", "prometheus_client"},
+    "serve": {"starlette", "anyio", "uvicorn", "msgspec", "prometheus_client"},
 }
 
 

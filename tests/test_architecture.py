@@ -76,7 +76,6 @@ REQUIRED = {"numpy"}
 EXTRAS = {
     "arrays": {"safetensors"},
     "_drawing": {"matplotlib"},
-    "demo": {"rich"},
     "generate": {"rich"},
     "prefix": {"zmq", "msgpack", "prometheus_client"},
     "prefix/stores": {"xxhash", "cryptography", "redis", "obstore"},
@@ -87,6 +86,7 @@ EXTRAS = {
 NEEDS_EXTRA = {
     "chat": {"jinja2"},
     "cli": {"click"},
+    "demo": {"click"},
     "serve": {"starlette", "anyio", "uvicorn", "msgspec", "prometheus_client"},
 }
 

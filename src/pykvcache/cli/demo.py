@@ -23,7 +23,7 @@ __all__ = ["demo"]
 )
 @threads_option
 @click.option("--quick", is_flag=True, help="Generate less.")
-@click.option("--plain", is_flag=True, help="No colour, even if rich is installed.")
+@click.option("--plain", is_flag=True, help="No colour.")
 def demo(model: str, seed: int, n_ctx: int, threads: int | None, quick: bool, plain: bool) -> int:
     """Fork, rewind and shift a story, and compare each result with a fresh run.
 

@@ -6,9 +6,10 @@ import os
 import time
 
 from pykvcache.demo.acts import ACTS
-from pykvcache.demo.screen import Screen, open_screen
-from pykvcache.demo.stage import ANY_MODEL, STORY_MODEL, Fresh, Row, Stage
+from pykvcache.demo.screen import Screen
+from pykvcache.demo.stage import ANY_MODEL, STORY_MODEL, Row, Stage
 from pykvcache.model import LlamaModel
+from pykvcache.sequence.sequence import LlamaSequence
 
 __all__ = ["run"]
 
@@ -45,7 +46,7 @@ def run(
     quick
         Generate less.
     plain
-        No colour, even if rich is installed.
+        No colour.
 
     Returns
     -------
@@ -60,83 +61,73 @@ def run(
         The model does not generate text.
     """
     start = time.perf_counter()
-    screen = open_screen(plain=plain)
+    screen = Screen(plain=plain)
     with LlamaModel(model_path) as model:
         if model.has_encoder or not model.has_decoder:
             raise ValueError(_NO_TEXT)
         if n_threads is None and model.size < SMALL:
             n_threads = 1
-        fresh = Fresh(model, n_threads)
-        with fresh.context(n_ctx, n_seq_max=8) as ctx:
+        name = model.metadata.get("general.name") or os.path.basename(model_path)
+        script = STORY_MODEL if name == STORIES else ANY_MODEL
+        n_story, n_fork = (n_ctx // 16, 8) if quick else (n_ctx // 8, 24)
+        stage = Stage(model, script, screen, seed, n_ctx, n_threads, n_story, n_fork)
+        with stage.context(n_ctx, n_seq_max=8) as ctx:
             if ctx.memory_kind == "none":
                 raise ValueError(_NO_TEXT)
             kind = model.description.replace(" ?B", "")  # llama.cpp's word for an unknown size
-            name = model.metadata.get("general.name") or os.path.basename(model_path)
             screen.line(
                 f"{name}: {kind}, {model.n_params / 1e6:.1f} M parameters, "
                 f"{model.n_layer} layers, {ctx.memory_kind}, {ctx.n_ctx} cells"
             )
             screen.legend()
-            stage = Stage(
-                model,
-                ctx,
-                fresh,
-                STORY_MODEL if name == STORIES else ANY_MODEL,
-                screen,
-                seed,
-                n_story=ctx.n_ctx // (16 if quick else 8),
-                n_fork=8 if quick else 24,
-            )
+            story = LlamaSequence(ctx, stage.prompt)
             for number, (title, act) in enumerate(ACTS, 1):
                 screen.heading(f"{number}  {title}")
-                act(stage)
-    return _summary(screen, stage, fresh, time.perf_counter() - start)
+                act(stage, story)
+    return _summary(stage, time.perf_counter() - start)
 
 
-def _summary(screen: Screen, stage: Stage, fresh: Fresh, seconds: float) -> bool:
+def _summary(stage: Stage, seconds: float) -> bool:
+    screen, tolerance = stage.screen, stage.tolerance
     screen.heading("Summary")
     screen.table(
-        ("operation", "tokens\nevaluated", "anew", "time", "equal to a\nfresh run?"),
-        [(row.operation, *_figures(row), _verdict(row, fresh)) for row in stage.rows],
+        ("operation", "tokens", "anew", "time", "as a fresh run?"),
+        [(row.operation, *_figures(row), _verdict(row, stage)) for row in stage.rows],
     )
     for note in stage.notes:
         screen.line(note)
-    screen.line(f"anew: tokens that a fresh run evaluates. {_equal(fresh)} All in {seconds:.1f} s.")
-    return all(max(row.differences, default=0.0) <= fresh.tolerance for row in stage.rows)
+    rounding = (
+        f", {stage.factor} times what rounding alone does on the weights of this "
+        f"model ({stage.noise:.2g}, measured with the same tokens at other positions)"
+    )
+    screen.line(
+        "tokens: evaluated by the operation; anew: evaluated by a fresh run. yes: no logit is "
+        f"further from the fresh run's than {tolerance:.2g}"
+        f"{rounding if tolerance == stage.noise * stage.factor else ''}."
+        f"{COARSE if stage.is_coarse else ''} All in {seconds:.1f} s."
+    )
+    return all(max(row.differences, default=0.0) <= tolerance for row in stage.rows)
 
 
-def _equal(fresh: Fresh) -> str:
-    """Explain the last column."""
-    equal = f"Equal: no logit is further from the fresh run's than {fresh.tolerance:.2g}"
-    if fresh.tolerance > fresh.noise * fresh.factor:
-        return f"{equal}."
-    measured = (
-        f"{equal}, which is {fresh.factor} times what rounding alone does on the weights of this "
-        f"model ({fresh.noise:.2g}, measured with the same tokens at other positions)."
-    )
-    if not fresh.is_coarse:
-        return measured
-    return (
-        f"{measured} Quantised weights round that much. It changes words where two are about "
-        "equally likely, so texts may differ between two right runs."
-    )
+COARSE = (
+    " Quantized weights round that much. It changes words where two are about equally likely, so "
+    "texts may differ between two right runs."
+)
 
 
 def _figures(row: Row) -> tuple[str, str, str]:
     if not row.differences:
         return "-", "-", "-"
-    ms = row.seconds * 1e3
-    time = f"{ms:.1f} ms" if ms < 1000 else f"{ms:.0f} ms"
-    return str(row.tokens), str(row.tokens_anew), time
+    return str(row.meter.tokens), str(row.tokens_anew), row.meter.time
 
 
-def _verdict(row: Row, fresh: Fresh) -> str:
+def _verdict(row: Row, stage: Stage) -> str:
     if not row.differences:
         return "refused"
     worst = max(row.differences)
-    if worst > fresh.tolerance:
+    if worst > stage.tolerance:
         return f"NO, {worst:.1g} off{row.mark}"
     if not worst:
         return f"yes, exactly{row.mark}"
-    how = f"rounding {worst:.1f}" if fresh.is_coarse else f"within {worst:.1g}"
+    how = f"rounding {worst:.1f}" if stage.is_coarse else f"within {worst:.1g}"
     return f"yes, {how}{row.mark}"

@@ -240,19 +240,15 @@ def test_two_messages_of_the_user_in_a_row_are_two_turns(ctx: LlamaContext, tmp_
 
 
 FORGED: list[Callable[[dict[str, Any]], object]] = [
-    lambda note: note.update(turns=[["0", "x"]]),
-    lambda note: note.update(turns=7),
     lambda note: note.update(messages=[{"role": "user", "content": 1}]),
     lambda note: note.update(text=None),
 ]
 ODD: list[Callable[[dict[str, Any]], object]] = [
-    lambda note: note.update(turns=[[0, 10**400]]),
-    lambda note: note.update(turns=[[-1, 0], [-7, 3]]),
-    lambda note: note.update(turns=[[0, 10**9], [3, 4]]),
-    lambda note: note.update(turns=note["turns"][::-1]),
-    lambda note: note.update(turns=[*note["turns"], *note["turns"]]),
-    lambda note: note.update(turns=[]),
     lambda note: note.update(n_tokens=3),
+    lambda note: note.update(text="three"),
+    lambda note: note.update(text=""),
+    lambda note: note.pop("n_tokens"),
+    lambda note: note.update(turns=[[0, 10**400]]),  # an earlier version wrote them
 ]
 
 
@@ -275,7 +271,7 @@ def test_forged_metadata_is_refused(
 
 
 @pytest.mark.parametrize("forge", ODD)
-def test_impossible_places_of_turns_are_computed_anew(
+def test_a_text_that_is_not_of_the_messages_is_rendered_anew(
     forge: Callable[[dict[str, Any]], object], ctx: LlamaContext, tmp_path: Path
 ) -> None:
     path = tmp_path / "chat.kv"
@@ -338,3 +334,34 @@ def test_a_template_that_shortens_earlier_answers(tmp_path: Path) -> None:
         chat.end()
         assert len(users) < 10  # some were dropped
         assert said_in(ctx, path) == users
+
+
+def test_a_model_without_a_template_continues_the_text(tmp_path: Path) -> None:
+    path = tmp_path / "chat.kv"
+
+    def assert_is_text(one: Conversation) -> None:
+        text = "".join(message["content"] for message in one.messages)
+        assert one.text == text
+        held = one.context.model.detokenize(one.sequence.tokens)
+        assert "".join(held.split()) == "".join(text.split())
+
+    with make_plain() as model, LlamaContext(model, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
+        chat = Chat(ctx, None, str(path))
+        chat.begin()
+        for i in range(14):
+            chat.answer(f"This is line {i} of a long story about nothing.", 16, GREEDY)
+            assert_is_text(chat.branch)
+            if i % 4 == 3:
+                chat.obey("/rewind")
+                chat.obey(f"/fork f{i}")
+                assert_is_text(chat.branch)
+        assert len(chat.branch.turns) < 10  # some were dropped
+        assert chat.branch.messages[-2]["content"].endswith("nothing.\n")
+        chat.obey("/rewind 2")
+        chat.end()
+        again = Chat(ctx, None, str(path))
+        again.begin()
+        assert again.branch.snapshot() == chat.branch.snapshot()
+        again.answer("One more line.", 16, GREEDY)
+        again.obey("/rewind 2")
+        assert_is_text(again.branch)

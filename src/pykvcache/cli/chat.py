@@ -149,60 +149,47 @@ def _read() -> str | None:
 # Files --------------------------------------------------------------------------------------------
 
 
-class SessionFile:
-    """A file, and whether it holds a conversation as it is now.
+class Files:
+    """What the files that a chat read and wrote hold, as long as no other program writes them."""
 
-    Parameters
-    ----------
-    path
-        The file; it need not exist yet.
-    """
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[FileId | None, object]] = {}
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._id = _id_of(path)
-        self._content: object = None
+    def add(self, path: str, identity: FileId | None, content: object) -> None:
+        """Note the content of a file that has this identity."""
+        self._known[os.path.realpath(path)] = identity, content
 
-    @property
-    def exists(self) -> bool:
-        """Whether the file exists."""
-        return os.path.exists(self.path)
+    def has(self, one: Conversation, path: str | None = None) -> bool:
+        """Whether a file, or any file, holds this conversation with all of its turns."""
+        paths = list(self._known) if path is None else [os.path.realpath(path)]
+        found = ((each, *self._known.get(each, (None, None))) for each in paths)
+        return any(
+            identity is not None and identity == _id_of(each) and content == one.snapshot()
+            for each, identity, content in found
+        )
 
-    def is_at(self, path: str) -> bool:
-        """Whether a path leads to this file, by whatever name."""
-        found = _id_of(path)
-        return found is not None and found == _id_of(self.path)
-
-    def holds(self, one: Conversation) -> bool:
-        """Whether the file has this conversation with all of its turns."""
-        is_unchanged = self._id is not None and self._id == _id_of(self.path)
-        return is_unchanged and self._content is not None and self._content == one.snapshot()
-
-    def was_read(self, one: Conversation, identity: FileId | None) -> None:
-        """Note that the file held a conversation when it had this identity."""
-        self._id, self._content = identity, one.snapshot()
-
-    def save(self, one: Conversation) -> None:
-        """Write a conversation, unless the file has it.
+    def save(self, one: Conversation, path: str) -> None:
+        """Write a conversation, unless the file holds it.
 
         Raises
         ------
         OSError
             The file cannot be written, or another program has written it since: that one stays.
         """
-        if self.holds(one):
+        if self.has(one, path):
             return
-        if _id_of(self.path) not in (None, self._id):
+        known, _ = self._known.get(os.path.realpath(path), (None, None))
+        if _id_of(path) not in (None, known):
             raise FileExistsError(
-                f"another program has written {self.path} since, and that stays: "
+                f"another program has written {path} since, and that stays: "
                 "/save OTHER saves this chat"
             )
-        self._content = None
+        content = None
         try:
-            one.save(self.path)
+            one.save(path)
+            content = one.snapshot()
         finally:  # Ctrl-C is raised when the file is written
-            self._id = _id_of(self.path)
-        self._content = one.snapshot()
+            self.add(path, _id_of(path), content)
 
 
 def _id_of(path: str) -> FileId | None:
@@ -238,10 +225,9 @@ class Chat:
         template: str | None = None,
     ) -> None:
         self._ctx, self._system, self._template = ctx, system, template
-        self._session = None if session is None else SessionFile(session)
+        self._session, self._files = session, Files()
         self._branches: dict[str, Conversation] = {}
         self._name = "main"
-        self._files: list[SessionFile] = []  # of /save and /load
         self._changed: Conversation | None = None  # the branch that changed last
         self.is_over = False
 
@@ -260,8 +246,8 @@ class Chat:
         """
         if self._session is not None:
             self._ctx.native.state_layout("save")
-            if self._session.exists:
-                self._load(self._session.path)
+            if os.path.exists(self._session):
+                self._load(self._session)
                 return
         messages = [] if self._system is None else [{"role": "system", "content": self._system}]
         new = Conversation(LlamaSequence(self._ctx), messages, template=self._template)
@@ -274,24 +260,21 @@ class Chat:
 
     def end(self) -> None:
         """Save the branch if necessary, and report where the chat is."""
-        session = self._session
-        if session is None:
+        if (session := self._session) is None:
             return
         # A branch that was only looked at does not replace the one that was continued.
-        if self.branch.turns and (self._changed is self.branch or not session.exists):
+        is_new = not os.path.exists(session)
+        if self.branch.turns and (self._changed is self.branch or is_new):
             self._keep()
-        held = [name for name, one in self._branches.items() if session.holds(one)]
+        held = [name for name, one in self._branches.items() if self._files.has(one, session)]
         if self._name in held:
-            note(f"({session.path} holds this chat: the same command continues it)")
+            note(f"({session} holds this chat: the same command continues it)")
         elif held:
-            note(f"({session.path} holds branch {held[0]}: the same command continues it)")
-        elif session.exists:
-            note(f"({session.path} holds another chat than this one)")
-        lost = [
-            name
-            for name, one in self._branches.items()
-            if one.turns and not any(file.holds(one) for file in (session, *self._files))
-        ]
+            note(f"({session} holds branch {held[0]}: the same command continues it)")
+        elif os.path.exists(session):
+            note(f"({session} holds another chat than this one)")
+        branches = self._branches.items()
+        lost = [name for name, one in branches if one.turns and not self._files.has(one)]
         if lost:
             note(f"(not saved: {'branch' if len(lost) == 1 else 'branches'} {', '.join(lost)})")
 
@@ -300,7 +283,7 @@ class Chat:
         if self._session is None:
             return
         try:
-            self._session.save(self.branch)
+            self._files.save(self.branch, self._session)
         except (OSError, KvCacheError) as error:  # the next turn may be saved
             note(f"(this turn is not saved: {one_line(error)})")
 
@@ -405,7 +388,7 @@ class Chat:
     def _save(self, words: list[str]) -> None:
         path = _one(words, "/save FILE")
         size = self.branch.save(path)
-        self._add_file(path, _id_of(path))
+        self._files.add(path, _id_of(path), self.branch.snapshot())
         note(f"({path}: {_turns(len(self.branch.turns))}, {size:,} bytes)")
 
     def _load(self, path: str) -> None:
@@ -415,17 +398,9 @@ class Chat:
         self._branches[self._name] = one
         if old is not None:
             old.sequence.close()
-        self._add_file(path, identity)
+        self._files.add(path, identity, one.snapshot())
         pending = len(one.sequence) - one.sequence.n_evaluated
         note(f"({path}: {self._size(one)}, {pending} of them to evaluate)")
-
-    def _add_file(self, path: str, identity: FileId | None) -> None:
-        """Note that a file holds the branch."""
-        if self._session is not None and self._session.is_at(path):
-            self._session.was_read(self.branch, identity)
-        else:
-            self._files.append(SessionFile(path))
-            self._files[-1].was_read(self.branch, identity)
 
     def _stats(self, words: list[str]) -> None:
         ctx = self._ctx

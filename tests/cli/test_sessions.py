@@ -346,8 +346,9 @@ def test_a_model_without_a_template_continues_the_text(tmp_path: Path) -> None:
         assert "".join(held.split()) == "".join(text.split())
 
     with make_plain() as model, LlamaContext(model, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
-        chat = Chat(ctx, None, str(path))
+        chat = Chat(ctx, "There is no system message.", str(path))
         chat.begin()
+        assert chat.branch.messages == []
         for i in range(14):
             chat.answer(f"This is line {i} of a long story about nothing.", 16, GREEDY)
             assert_is_text(chat.branch)

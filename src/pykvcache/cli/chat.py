@@ -249,9 +249,10 @@ class Chat:
             if os.path.exists(self._session):
                 self._load(self._session)
                 return
-        messages = [] if self._system is None else [{"role": "system", "content": self._system}]
-        new = Conversation(LlamaSequence(self._ctx), messages, template=self._template)
+        new = Conversation(LlamaSequence(self._ctx), template=self._template)
         self._branches[self._name] = new
+        if self._system is not None and new.has_template:
+            new.messages.append({"role": "system", "content": self._system})
         if not new.has_template:
             note("(the model has no chat template: it continues your text, line by line)")
             if self._system is not None:

@@ -17,6 +17,7 @@ from pykvcache.cli.options import (
     json_option,
     model_option,
     number,
+    option,
     threads_option,
 )
 from pykvcache.cli.terminal import load_model, open_from_options, table
@@ -26,21 +27,8 @@ __all__ = ["bench"]
 
 @click.command(short_help="Measure what the cache saves with a model on this machine.")
 @model_option
-@click.option(
-    "-n",
-    "--tokens",
-    type=number(64, 2**20),
-    default=512,
-    show_default=True,
-    help="Tokens of the prompt.",
-)
-@click.option(
-    "--repeat",
-    type=number(1, 100),
-    default=3,
-    show_default=True,
-    help="Number of runs; the median is shown.",
-)
+@option("-n --tokens", "Tokens of the prompt.", type=number(64, 2**20), default=512)
+@option("--repeat", "Number of runs; the median is shown.", type=number(1, 100), default=3)
 @cache_type_options
 @threads_option
 @json_option("Write a JSON object (seconds, bytes).")

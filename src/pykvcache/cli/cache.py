@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pykvcache.cli.options import json_option
+from pykvcache.cli.options import json_option, option
 from pykvcache.cli.options import number as number_of
 from pykvcache.cli.terminal import is_terminal, table
 
@@ -48,13 +48,8 @@ def cache() -> None:
 
 @cache.command("ls")
 @WHERE
-@click.option(
-    "-n",
-    "--number",
-    type=number_of(0, 2**31 - 1),
-    default=20,
-    show_default=True,
-    help="Number of blocks to list; 0 for all.",
+@option(
+    "-n --number", "Number of blocks to list; 0 for all.", type=number_of(0, 2**31 - 1), default=20
 )
 @JSON
 def list_blocks(where: str, number: int, as_json: bool) -> None:

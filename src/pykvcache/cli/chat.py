@@ -19,6 +19,7 @@ from pykvcache.cli.options import (
     make_sampler,
     max_tokens_option,
     model_option,
+    option,
     read_file,
     sampling_options,
     stop_option,
@@ -61,13 +62,12 @@ _HELP = """\
     context_settings={"allow_extra_args": True},  # refused below, with a hint
 )
 @model_option
-@click.option(
-    "-s",
-    "--session",
+@option(
+    "-s --session",
+    "File of the chat: it is continued if it exists, and saved after every turn.",
     type=click.Path(dir_okay=False),
-    help="File of the chat: it is continued if it exists, and saved after every turn.",
 )
-@click.option("--system", help="The system message of a new chat.")
+@option("--system", "The system message of a new chat.")
 @template_option
 @max_tokens_option(256, 1, 2**20, "Tokens per answer.")
 @stop_option("Text that ends an answer; may be given several times.")

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import click
 
-from pykvcache.cli.options import model_option, number, threads_option
+from pykvcache.cli.options import model_option, number, option, threads_option
 
 __all__ = ["demo"]
 
 
 @click.command(short_help="Fork, rewind and shift a story; each result is checked.")
 @model_option
-@click.option(
-    "--seed", type=number(0, 2**32 - 2), default=1, show_default=True, help="Seed of all sampling."
-)
-@click.option(
+@option("--seed", "Seed of all sampling.", type=number(0, 2**32 - 2), default=1)
+@option(
     "--n-ctx",
+    "Cells of the cache, rounded up to a multiple of 256.",
     type=number(256, 2**20),
     default=1024,
-    show_default=True,
-    help="Cells of the cache, rounded up to a multiple of 256.",
 )
 @threads_option
 @click.option("--quick", is_flag=True, help="Generate less.")

@@ -20,6 +20,7 @@ from pykvcache.cli.options import (
     max_tokens_option,
     model_option,
     number,
+    option,
     read_file,
     read_text,
     sampling_options,
@@ -50,30 +51,27 @@ Examples:
 @file_option("prompt")
 @max_tokens_option(128, 0, 2**31 - 1, "Most tokens to generate.")
 @stop_option("Text that ends the generation; may be given several times.")
-@click.option(
-    "--samples", type=number(1, 1024), default=1, show_default=True, help="Number of texts."
-)
+@option("--samples", "Number of texts.", type=number(1, 1024), default=1)
 @click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template.")
-@click.option("--system", help="With --chat: the system message.")
+@option("--system", "With --chat: the system message.")
 @template_option
-@click.option("--grammar", type=click.Path(), help="A file with a GBNF grammar to follow.")
-@click.option(
+@option("--grammar", "A file with a GBNF grammar to follow.", type=click.Path())
+@option(
     "--json-schema",
+    "A JSON schema to follow: a file, or the schema itself, which begins with {.",
     metavar="SCHEMA",
-    help="A JSON schema to follow: a file, or the schema itself, which begins with {.",
 )
-@click.option(
+@option(
     "--logprobs",
+    "With --json: the log-probabilities of each token and of the N likeliest.",
     type=number(0, 1000),
     default=0,
     metavar="N",
-    help="With --json: the log-probabilities of each token and of the N likeliest.",
 )
-@click.option(
-    "--cache",
-    "cache_place",
+@option(
+    "--cache cache_place",
+    "A folder or address where evaluated prefixes are kept, for this and later commands.",
     metavar="PLACE",
-    help="A folder or address where evaluated prefixes are kept, for this and later commands.",
 )
 @sampling_options
 @context_options

@@ -7,7 +7,14 @@ from typing import Any, NamedTuple
 
 import click
 
-from pykvcache.cli.options import cache_type_options, json_option, model_path, number, swa_option
+from pykvcache.cli.options import (
+    cache_type_options,
+    json_option,
+    model_path,
+    number,
+    option,
+    swa_option,
+)
 from pykvcache.cli.terminal import load_model, table
 from pykvcache.context import open_context
 from pykvcache.introspection import MemoryInfo
@@ -31,27 +38,16 @@ N_UBATCH = 512
 
 @click.command(short_help="Show what a model's cache can do, and its size.", epilog=_EPILOG)
 @click.argument("file", type=model_path, default="")
-@click.option(
-    "-m",
-    "--model",
-    type=model_path,
-    metavar="FILE",
-    help="The same as FILE.",
-    envvar="PYKVCACHE_MODEL",
+@option(
+    "-m --model", "The same as FILE.", type=model_path, metavar="FILE", envvar="PYKVCACHE_MODEL"
 )
-@click.option(
+@option(
     "--n-ctx",
+    "Tokens of the cache whose size is shown, rounded up to a multiple of 256. "
+    "Default: the trained context.",
     type=number(1, 2**31 - 1),
-    help="Tokens of the cache whose size is shown, rounded up to a multiple of 256. Default: the "
-    "trained context.",
 )
-@click.option(
-    "--n-seq-max",
-    type=number(1, 256),
-    default=8,
-    show_default=True,
-    help="Sequences that share the cache.",
-)
+@option("--n-seq-max", "Sequences that share the cache.", type=number(1, 256), default=8)
 @cache_type_options
 @swa_option
 @json_option("Write a JSON object.")

@@ -26,6 +26,7 @@ __all__ = [
     "model_option",
     "model_path",
     "number",
+    "option",
     "read_file",
     "read_text",
     "sampling_of",
@@ -77,26 +78,30 @@ def stop_text(value: str) -> str:
 
 # Single options -----------------------------------------------------------------------------------
 
-model_option = click.option(
-    "-m",
-    "--model",
+
+def option(flags: str, text: str, **more: Any) -> Callable[[F], F]:
+    """Return a `click.option` from its flags with spaces between, and its help; shows defaults."""
+    shows = more.get("default") not in (None, "")
+    return click.option(*flags.split(), help=text, show_default=shows, **more)
+
+
+model_option = option(
+    "-m --model",
+    "A GGUF file. Default: the small model in the package.",
     type=model_path,
+    default="",
     metavar="FILE",
     envvar="PYKVCACHE_MODEL",
-    default="",
     show_envvar=True,
-    help="A GGUF file. Default: the small model in the package.",
 )
-threads_option = click.option(
-    "--threads",
-    type=number(1, 512),
-    help="Threads. Default: chosen by the model's size and the CPUs.",
+threads_option = option(
+    "--threads", "Threads. Default: chosen by the model's size and the CPUs.", type=number(1, 512)
 )
-template_option = click.option(
+template_option = option(
     "--template",
+    "A Jinja chat template in place of the model's own.",
     type=click.Path(),
     metavar="FILE",
-    help="A Jinja chat template in place of the model's own.",
 )
 swa_option = click.option(
     "--swa-full/--no-swa-full",
@@ -110,7 +115,7 @@ swa_option = click.option(
 
 def file_option(what: str) -> Callable[[F], F]:
     """Return ``--file``."""
-    return click.option("-f", "--file", type=click.Path(), help=f"Read the {what} from a file.")
+    return option("-f --file", f"Read the {what} from a file.", type=click.Path())
 
 
 def json_option(text: str) -> Callable[[F], F]:
@@ -120,19 +125,12 @@ def json_option(text: str) -> Callable[[F], F]:
 
 def max_tokens_option(default: int, least: int, most: int, text: str) -> Callable[[F], F]:
     """Return ``--max-tokens``."""
-    return click.option(
-        "-n",
-        "--max-tokens",
-        type=number(least, most),
-        default=default,
-        show_default=True,
-        help=text,
-    )
+    return option("-n --max-tokens", text, type=number(least, most), default=default)
 
 
 def stop_option(text: str) -> Callable[[F], F]:
     """Return ``--stop``."""
-    return click.option("--stop", type=stop_text, multiple=True, metavar="TEXT", help=text)
+    return option("--stop", text, type=stop_text, multiple=True, metavar="TEXT")
 
 
 # Groups -------------------------------------------------------------------------------------------
@@ -163,13 +161,12 @@ cache_type_options = _group(
 )
 #: Of a command that opens one context: see `open_from_options`.
 context_options = _group(
-    click.option(
+    option(
         "--n-ctx",
+        "Cells of the cache, in tokens, rounded up to a multiple of 256; 0: as many "
+        "as the model was trained with.",
         type=cells,
         default=4096,
-        show_default=True,
-        help="Cells of the cache, in tokens, rounded up to a multiple of 256; 0: as many as the "
-        "model was trained with.",
     ),
     cache_type_options,
     swa_option,

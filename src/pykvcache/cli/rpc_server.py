@@ -10,7 +10,7 @@ import click
 from pykvcache._devices import devices
 from pykvcache._native import lib
 from pykvcache._params import usable_cpus
-from pykvcache.cli.options import number, threads_option
+from pykvcache.cli.options import number, option, threads_option
 from pykvcache.cli.terminal import note
 
 __all__ = ["rpc_server"]
@@ -34,15 +34,12 @@ _WARNING = (
 @click.command(
     "rpc-server", short_help="Compute layers of models that other machines load.", epilog=_EPILOG
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
-@click.option(
-    "--port", type=number(1, 65535), default=50052, show_default=True, help="Port to listen at."
-)
-@click.option(
-    "--device",
-    "names",
+@option("--host", "Address to listen at.", default="127.0.0.1")
+@option("--port", "Port to listen at.", type=number(1, 65535), default=50052)
+@option(
+    "--device names",
+    "Device that computes; may be given several times. Default: all GPUs, or the CPU.",
     multiple=True,
-    help="Device that computes; may be given several times. Default: all GPUs, or the CPU.",
 )
 @threads_option
 def rpc_server(host: str, port: int, names: tuple[str, ...], threads: int | None) -> None:

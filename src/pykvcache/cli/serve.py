@@ -17,6 +17,7 @@ from pykvcache.cli.options import (
     cache_type_options,
     make_sampler,
     number,
+    option,
     read_file,
     sampling_of,
     sampling_options,
@@ -44,135 +45,98 @@ http://127.0.0.1:8080/ shows the cache in a browser.
 
 
 @click.command(short_help="Serve models over OpenAI's and Anthropic's APIs.", epilog=_EPILOG)
-@click.option(
-    "-m",
-    "--model",
-    "paths",
+@option(
+    "-m --model paths",
+    "A GGUF file, or a folder of them; may be repeated. Default: the small model in the package.",
     multiple=True,
     envvar="PYKVCACHE_MODEL",
     metavar="PATH",
-    help="A GGUF file, or a folder of them; may be repeated. Default: the small model in the "
-    "package.",
 )
-@click.option("--alias", help="Name of the model in requests. Default: the name of its file.")
-@click.option(
-    "--host",
-    default="127.0.0.1",
-    show_default=True,
-    help="Address to listen on. Beyond loopback, keys are required.",
-)
-@click.option(
-    "--port", type=number(0, 65535), default=8080, show_default=True, help="0: any that is free."
-)
-@click.option(
-    "--cache",
-    "tiers",
+@option("--alias", "Name of the model in requests. Default: the name of its file.")
+@option("--host", "Address to listen on. Beyond loopback, keys are required.", default="127.0.0.1")
+@option("--port", "0: any that is free.", type=number(0, 65535), default=8080)
+@option(
+    "--cache tiers",
+    "Where prefixes survive a restart: a folder, or an address such as redis://host; may be "
+    "repeated, the nearest first.",
     multiple=True,
     metavar="TIER",
-    help="Where prefixes survive a restart: a folder, or an address such as redis://host; may be "
-    "repeated, the nearest first.",
 )
-@click.option(
-    "--ram",
-    "ram_mib",
+@option(
+    "--ram ram_mib",
+    "Memory of the prefix cache. Default: an eighth of the free memory.",
     type=number(0, 2**32),
     metavar="MIB",
-    help="Memory of the prefix cache. Default: an eighth of the free memory.",
 )
-@click.option(
+@option(
     "--tier-seconds",
+    "Longest wait of a request for the tiers. Default: a tenth of the time to evaluate it.",
     type=float,
     metavar="SECONDS",
-    help="Longest wait of a request for the tiers. Default: a tenth of the time to evaluate it.",
 )
-@click.option(
+@option(
     "--n-ctx",
+    "Cells of the context, shared by all sequences. Default: as many as fit into memory.",
     type=number(0, 2**31 - 1),
-    help="Cells of the context, shared by all sequences. Default: as many as fit into memory.",
 )
-@click.option(
-    "--parallel",
-    type=number(1, 256),
-    default=8,
-    show_default=True,
-    help="Requests that run at the same time.",
-)
-@click.option(
+@option("--parallel", "Requests that run at the same time.", type=number(1, 256), default=8)
+@option(
     "--max-waiting",
+    "Requests that may wait; one more gets status 429.",
     type=number(0, 2**20),
     default=64,
-    show_default=True,
-    help="Requests that may wait; one more gets status 429.",
 )
-@click.option(
-    "--max-models",
-    type=number(1, 64),
-    default=1,
-    show_default=True,
-    help="Models that are loaded at the same time.",
+@option("--max-models", "Models that are loaded at the same time.", type=number(1, 64), default=1)
+@option(
+    "--idle", "Unload a model after this time without a request.", type=float, metavar="SECONDS"
 )
-@click.option(
-    "--idle",
-    type=float,
-    metavar="SECONDS",
-    help="Unload a model after this time without a request.",
-)
-@click.option(
+@option(
     "--timeout",
+    "End a request after this time; the answer is the text so far.",
     type=float,
     metavar="SECONDS",
-    help="End a request after this time; the answer is the text so far.",
 )
-@click.option(
-    "--max-body",
-    type=number(1, 2**20),
-    default=32,
-    show_default=True,
-    metavar="MIB",
-    help="Largest body of a request.",
+@option(
+    "--max-body", "Largest body of a request.", type=number(1, 2**20), default=32, metavar="MIB"
 )
-@click.option(
+@option(
     "--api-keys",
+    "One key per line, with the name of its tenant after a space. Tenants share nothing.",
     type=click.Path(dir_okay=False),
     metavar="FILE",
-    help="One key per line, with the name of its tenant after a space. Tenants share nothing.",
 )
-@click.option(
-    "--api-key",
-    "api_key",
+@option(
+    "--api-key api_key",
+    "A key, with a tenant of its own; may be repeated.",
     multiple=True,
     envvar="PYKVCACHE_API_KEY",
-    help="A key, with a tenant of its own; may be repeated.",
 )
-@click.option(
+@option(
     "--secret",
+    "Encrypts the blocks in the tiers (needs pykvcache[crypto]).",
     envvar="PYKVCACHE_SECRET",
-    help="Encrypts the blocks in the tiers (needs pykvcache[crypto]).",
 )
 @threads_option
 @cache_type_options
 @swa_option
-@click.option(
-    "--chat-template",
-    "template",
+@option(
+    "--chat-template template",
+    "A Jinja chat template in place of the model's own.",
     type=click.Path(dir_okay=False),
     metavar="FILE",
-    help="A Jinja chat template in place of the model's own.",
 )
-@click.option(
-    "--chat-template-kwargs",
-    "variables",
+@option(
+    "--chat-template-kwargs variables",
+    "Variables of the chat template, such as '{\"enable_thinking\": false}'.",
     metavar="JSON",
-    help="Variables of the chat template, such as '{\"enable_thinking\": false}'.",
 )
 @sampling_options
-@click.option(
-    "--cors-origin",
-    "origins",
+@option(
+    "--cors-origin origins",
+    "Origin of web pages that may call the server, such as https://chat.local; '*' for all. "
+    "Default: pages of this machine.",
     multiple=True,
     metavar="ORIGIN",
-    help="Origin of web pages that may call the server, such as https://chat.local; '*' for all. "
-    "Default: pages of this machine.",
 )
 @click.option("-q", "--quiet", is_flag=True, help="Do not log requests.")
 def serve(

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from pykvcache.cli.options import CACHE_TYPES, json_option, model_option, number
+from pykvcache.cli.options import CACHE_TYPES, json_option, model_option, number, option
 from pykvcache.cli.terminal import load_model, table
 from pykvcache.state.naming import naming
 
@@ -74,12 +74,11 @@ def verify(file: str, model: str, restore: bool) -> None:
 @state.command()
 @FILE
 @OUT
-@click.option(
-    "-n",
-    "--tokens",
+@option(
+    "-n --tokens",
+    "Number of tokens to keep, from the first.",
     type=number(0, 2**31 - 1),
     required=True,
-    help="Number of tokens to keep, from the first.",
 )
 def cut(file: str, out: str, tokens: int) -> None:
     """Write the first tokens of a state to OUT.
@@ -104,22 +103,21 @@ def cut(file: str, out: str, tokens: int) -> None:
 @FILE
 @OUT
 @model_option
-@click.option(
+@option(
     "--to",
+    "Format of OUT; llama-server restores llama.cpp's as a slot.",
     type=click.Choice(["pykvcache", "llama.cpp"]),
     default="pykvcache",
-    show_default=True,
-    help="Format of OUT; llama-server restores llama.cpp's as a slot.",
 )
-@click.option(
+@option(
     "--type-k",
+    "Type in which OUT stores keys. Default: that of FILE.",
     type=click.Choice(CACHE_TYPES),
-    help="Type in which OUT stores keys. Default: that of FILE.",
 )
-@click.option(
+@option(
     "--type-v",
+    "Type in which OUT stores values. Default: that of FILE.",
     type=click.Choice(CACHE_TYPES),
-    help="Type in which OUT stores values. Default: that of FILE.",
 )
 def convert(
     file: str, out: str, model: str, to: str, type_k: str | None, type_v: str | None

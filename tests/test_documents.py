@@ -25,7 +25,7 @@ def test_every_module_is_in_the_layers() -> None:
 
 
 def test_files_named_with_a_folder_exist() -> None:
-    for name in ("architecture", "building", "decisions"):
+    for name in ("architecture", "building", "decisions", "reference/compiled-layer"):
         text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
         for path in re.findall(r"`((?:\w+/)+[\w.]+\.(?:py|md|cpp|h|txt|cmake|map))`", text):
             if path.startswith("vendor/llama.cpp"):

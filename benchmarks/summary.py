@@ -23,7 +23,7 @@ class Figure(NamedTuple):
 FIGURES = (
     Figure("highest position of a sequence, ns", "calls", "pos_max", 1e9),
     Figure("copy of a sequence of 16 tokens, ns", "calls", "copy", 1e9),
-    Figure("removal of this sequence, ns", "calls", "remove", 1e9),
+    Figure("removal of a sequence of 16 tokens, ns", "calls", "remove", 1e9),
     Figure("logits of a token, ns", "calls", "logits", 1e9),
     Figure("batch of 512 tokens from an array, ns", "calls", "batch512", 1e9),
     Figure("decode of one token, 4 MB model, us", "calls", "decode1, stories, 1 thread", 1e6),
@@ -33,10 +33,12 @@ FIGURES = (
         "decode, 30M, 16 parallel, 2 threads",
         1,
     ),
-    Figure("first token, 4,096 tokens evaluated, ms", "prefix", "first token, cold, 4096", 1e3),
-    Figure("same, prefix forked from a sequence, ms", "prefix", "first token, fork, 4096", 1e3),
-    Figure("same, prefix from a state in memory, ms", "prefix", "first token, memory, 4096", 1e3),
-    Figure("same, prefix from a file, ms", "prefix", "first token, file, 4096", 1e3),
+    Figure(
+        "TTFT, prefix of 4,096 + 16, nothing cached, ms", "prefix", "first token, cold, 4096", 1e3
+    ),
+    Figure("TTFT, same prefix forked, ms", "prefix", "first token, fork, 4096", 1e3),
+    Figure("TTFT, same prefix from a state in RAM, ms", "prefix", "first token, memory, 4096", 1e3),
+    Figure("TTFT, same prefix from a file, ms", "prefix", "first token, file, 4096", 1e3),
     Figure("copy of a state of 64 MiB to a buffer, GB/s", "state", "save, 64 MiB", 1e-9),
 )
 
@@ -65,6 +67,7 @@ def judged(rows: dict[str, Rows]) -> str:
 def first_screen(rows: dict[str, Rows]) -> str:
     """Write both tables."""
     return (
-        f"{compared(rows)}\n\nMedians. [All tables](benchmarks-tables.md) have every row, with the "
-        f"reason for each dash.\n\n## Targets\n\n{judged(rows)}"
+        f"{compared(rows)}\n\nMedians. TTFT is the time to first token. "
+        "[All tables](benchmarks-tables.md) have every row, with the reason for each dash.\n\n"
+        f"## Targets\n\n{judged(rows)}"
     )

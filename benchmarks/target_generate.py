@@ -92,12 +92,19 @@ def idle(groups: dict[str, Rows]) -> Verdict:
 
 def fork(groups: dict[str, Rows]) -> Verdict:
     """At most 0.3 ms for 4,096 tokens."""
-    return _edit(groups, "fork", f"fork of a LlamaSequence of 4,096: at most {FORK:.0f} us", FORK)
+    return _edit(
+        groups, "fork", f"`LlamaSequence.fork` of 4,096 tokens: at most {FORK:.0f} us", FORK
+    )
 
 
 def sync(groups: dict[str, Rows]) -> Verdict:
     """At most 20 us for 4,096 unchanged tokens."""
-    return _edit(groups, "sync", f"sync of 4,096 unchanged tokens: at most {SYNC:.0f} us", SYNC)
+    return _edit(
+        groups,
+        "sync",
+        f"`LlamaSequence.sync` to 4,096 unchanged tokens: at most {SYNC:.0f} us",
+        SYNC,
+    )
 
 
 def _edit(groups: dict[str, Rows], what: str, text: str, limit: float) -> Verdict:

@@ -12,7 +12,7 @@ FORK = 0.3
 
 def fork(groups: dict[str, Rows]) -> Verdict:
     """At most 0.3 ms for 4,096 tokens."""
-    text = f"fork of 4,096 tokens: at most {FORK} ms"
+    text = f"`copy_kv_cache_seq` of 4,096 tokens: at most {FORK} ms"
     row = groups.get("prefix", {}).get("prefix there, fork, 4096")
     if row is None or US not in row.samples:
         return Verdict("fork", text, "-", None)

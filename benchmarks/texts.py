@@ -13,11 +13,12 @@ REPEAT = """    make bench                                  everything: pages, J
 def head(result: dict[str, Any]) -> str:
     """Write the introduction."""
     machine = result["machine"]
+    mixed = ", and earlier runs on other machines: [see below](#machine-and-versions)"
     return f"""# Benchmarks
 
 pykvcache compared with plain C and other Python bindings of llama.cpp: same GGUF files, tokens and number of threads, on
-{machine["cpus"]} cores ({machine["cpu"]}). `make bench` writes this page and [all tables](benchmarks-tables.md) from
-[benchmarks.json](benchmarks.json), which has every raw sample."""
+{machine["cpus"]} cores ({machine["cpu"]}{mixed if elsewhere(result) else ""}). `make bench` writes this page and
+[all tables](benchmarks-tables.md) from [benchmarks.json](benchmarks.json), which has every raw sample."""
 
 
 def tables_head() -> str:
@@ -62,33 +63,33 @@ def details(result: dict[str, Any]) -> str:
 
 {REPEAT}
 
-Measuring took {run / 60:.1f} minutes, preparing the contestants {took}. The first preparation takes longer, because
+Measuring took {run / 60:.1f} minutes. Setting up the contestants took {took}. The first setup takes longer, because
 llama-cpp-python is built from source: {costs} here. Builds are kept in `build/bench/`.
 
 ## Machine and versions
 
 - {machine["cpu"]}, {machine["cpus"]} cores, {machine["memory"]}, {machine["system"]}
 {elsewhere(result)}- Load average by group, before and after: {loads}.
-  A benchmark causes 1 to 2; the rest is other programs, and shows in the spread.
+  A benchmark causes 1 to 2; the rest comes from other programs and widens the spread.
 - `OMP_WAIT_POLICY`: {machine["OMP_WAIT_POLICY"] or "not set"}
 - Python {versions["python"]}, {versions["compiler"]}, commit {versions["commit"]},
   llama.cpp: {versions["llama.cpp"]}
 {peers}
 - Models: the embedded story model ({models["stories"]["bytes"]:,} bytes), and a llama with
   {models["30M"]["parameters"]:,} random f16 weights ({models["30M"]["what"]}). The tests' tiny llama
-  is used for the overhead of a decode.
+  is used to measure the overhead of a decode.
 
 ## How to read it
 
 - **Figures** are medians of {result["samples"]} samples ({result["samples_of_what_takes_seconds"]} if a sample takes
   seconds), with minimum and maximum. Contestants are processes that take turns (A B C, B C A, C A B) after a warm-up
   round. A short sample is the best of several slices; the first table uses new processes for each sample. Ratios are
-  computed per pair within a round. Dashes are explained below each table.
+  computed per pair within a round. The reasons for dashes are below each table.
 - **Equal settings.** {equal(result)}
 - **C** is `benchmarks/c/`, linked with our static llama.cpp. **llama-cpp-python** is built from its source distribution,
-  which has the same llama.cpp; its memory operations are called through ctypes, its fastest way. **cyllama** and
-  **xllamacpp** are wheels with other versions of llama.cpp, built for any x86-64 processor, so their compute speed
-  compares builds, not bindings.
+  which contains the same llama.cpp; its memory operations are called through ctypes, the fastest way that it offers.
+  **cyllama** and **xllamacpp** are wheels with other versions of llama.cpp, built for any x86-64 processor, so their compute
+  speed compares builds, not bindings.
 - **thin** is `benchmarks/c/bench_thin.pyx`: the same call of llama.h from a Cython method without checks and locks.
 - **An empty method** belongs to a Cython class compiled for this test: it takes the same arguments and does nothing. No
   binding can be faster."""
@@ -132,7 +133,7 @@ GROUPS = {
         "once. Whole requests are timed: prompts, sampling (temperature 0.8 of the 40 likeliest, no end of text) and "
         "copies of the prompt. C is `benchmarks/c/bench_many.c`, with the same batches and llama.cpp's sampler chain. *one "
         "by one* is `LlamaSequence.generate` for one request after the other, the only way of llama-cpp-python's `Llama`. "
-        "xllamacpp is its server with the same number of slots; clients come when a slot is free, not by steps. A sample "
+        "xllamacpp is its server with the same number of slots; clients arrive when a slot is free, not by steps. A sample "
         "is the fastest of three runs in new processes.\n\n"
         "A step of a `BatchGenerator` (greedy, one thread) is the fastest of 32, compared with C's fastest decode of the "
         "same batch without choosing tokens. It has six times as many samples, in new processes, because the model's "
@@ -141,10 +142,10 @@ GROUPS = {
         "moved down (medians of steps); and edits of a `LlamaSequence`, the best of 7."
     ),
     "tiers": (
-        "30M model, 2 threads, pykvcache only. First token: from the prompt to its logits, if all but its last token is in "
-        "a tier: in memory, in a folder (in the page cache, or dropped with POSIX_FADV_DONTNEED), or in Redis on loopback. "
-        "Before each run the cache's memory is emptied but stays allocated, and the evaluation speed is known. Memory is "
-        "the lower bound of all tiers: it places the blocks and decodes the last token over 4,096 cells. *compared with "
+        "30M model, 2 threads, pykvcache only. First token: from the prompt to its logits, if all but its last token is "
+        "cached: in RAM, in a folder (in the page cache, or dropped with POSIX_FADV_DONTNEED), or in Redis on loopback. "
+        "Before each run the RAM cache is emptied but stays allocated, and the evaluation speed has been measured. RAM is "
+        "the lower bound for all tiers: it places the blocks and decodes the last token over 4,096 cells. *compared with "
         "evaluating*: a folder with artificial delays per request and per byte, relative to no tier. *a file of "
         "llama.cpp's own*: C reads a session file (`llama_state_seq_load_file`), xllamacpp's server restores its slot; both "
         "contain one whole prompt, and must be told which file to load."
@@ -215,38 +216,39 @@ PLOTS = ("calls", "throughput", "prefix", "state", "growth")
 
 #: Why targets are missed.
 REASONS: dict[str, str] = {
-    "memory_cost": "The Python method around the compiled one takes 28 ns, lock and checks 20 to 40. If ours and C meet "
-    "the processor at different speeds in a round, that adds to the difference; the lowest samples do not have it.",
-    "memory_peer": "A copy makes a tree node per cell in llama.cpp's cell lists, in C as here. The rest, which can be saved, "
-    "is too small.",
-    "decode_cost": "Converting tokens, checks and the lock. If a decode fills the processor's caches, the interpreter's code "
-    "and objects must be fetched again: 2 to 4 us on the story model.",
-    "throughput": "On the story model the interpreter's code and objects leave the processor's caches between two decodes of "
-    "0.2 ms; fetching them takes 4 to 5 us per step. The 1 to 2 % of other rows are not explained: llama-cpp-python has "
-    "both too, and single rows of C against C differ as much.",
-    "together": "Steps cost what the target about a step says; a request that joins, is forked or ends costs about 0.1 ms "
-    "once. With a decode of one millisecond both are some percent.",
-    "server": "The C loop with the same batches is no further ahead of it: nearly all of a step is llama.cpp's arithmetic, "
-    "which both have.",
-    "step": "The interpreter's code and objects leave the processor's caches during a decode, and choosing a token is part "
-    "of a step.",
-    "tier_folder": "Decoding the single new token over 4,096 cells is llama.cpp's work, and not 300 times faster by itself. "
-    "Memory adds the copy of 24 MiB into the cells; a folder adds the copy out of the page cache, checksums and the check of "
-    "values.",
-    "tier_writing": "With two processors the writing thread takes one from the decode: 7 ms for 4 MiB, at 0.5 % of its time.",
+    "memory_cost": "The Python method around the compiled one takes 28 ns, lock and checks 20 to 40. If the processor's "
+    "clock changes between our run and C's, that adds to the difference; the lowest samples are free of it.",
+    "memory_peer": "A copy creates a tree node per cell in llama.cpp's cell lists, in C as here. Too little remains that a "
+    "binding could save.",
+    "decode_cost": "The cost is converting tokens, checks and the lock. If a decode fills the processor's caches, the "
+    "interpreter's code and objects must be fetched again: 2 to 4 us on the story model.",
+    "throughput": "On the story model the interpreter's code and objects drop out of the processor's caches between two "
+    "decodes of 0.2 ms; fetching them takes 4 to 5 us per step. The 1 to 2 % in other rows have no known cause: "
+    "llama-cpp-python shows both, too, and single rows of C against C differ as much.",
+    "together": "A step costs as much as the target for a generator's step says. A request that joins, is forked or ends "
+    "costs about 0.1 ms once. If a decode takes one millisecond, both are a few percent.",
+    "server": "The C loop with the same batches is not faster than pykvcache: nearly all of a step is llama.cpp's "
+    "arithmetic, which the server needs as well.",
+    "step": "The interpreter's code and objects drop out of the processor's caches during a decode, and choosing a token "
+    "is part of a step.",
+    "tier_folder": "Decoding the single new token over 4,096 cells is llama.cpp's work, and alone takes more than 1/300 of the "
+    "time. RAM adds the copy of 24 MiB into the cells; a folder adds the copy out of the page cache, checksums and the "
+    "check of values.",
+    "tier_writing": "On two processors the writing thread takes time from the decode: 7 ms for 4 MiB, spread at 0.5 % of one CPU.",
     "reuse_alone": "Only short prompts on the story model miss it (prompts of 2,000 tokens do not): they take 40 ms, and "
-    "opening and closing takes 0.7 to 1.1 ms more than without a cache, as on any model. A new cache writes 0.9 MiB of keys "
-    "and values to memory that the process never used, whose pages the system must clear: copies alone are below 0.99 there. "
-    "A full cache copies in 0.2 ms. The rest is lookups, names, the tree, events and evictions: some hundred calls, which "
-    "take three times as long after decodes that have emptied the processor's caches; compiled with Cython they take "
-    "longer. The medians of pairs differ by 1.5 points between runs, for 28 and 42 pairs by more.",
-    "fork": "llama.cpp keeps a tree node per cell and sequence; making 4,096 of them takes as long in C.",
-    "copies": "1 MiB stays in the processor's caches, where finding the cells counts. A load into an empty sequence makes "
+    "opening and closing a sequence takes 0.7 to 1.1 ms more than without a cache, as on any model. A new cache writes "
+    "0.9 MiB of keys and values to RAM that the process never used, whose pages the system must clear: the copies alone "
+    "are below 0.99 there. A full cache copies in 0.2 ms. The rest is lookups, names, the tree, events and evictions: about "
+    "a hundred calls, which take three times as long after decodes that have emptied the processor's caches. Between "
+    "runs the median ratio of the pairs varies by 1.5 percentage points.",
+    "fork": "llama.cpp keeps a tree node per cell and sequence; creating 4,096 of them takes as long in C.",
+    "copies": "1 MiB stays in the processor's caches, where finding the cells counts. A load into an empty sequence creates "
     "two tree nodes per cell in llama.cpp's cell lists (50 ns each): for cells of 2 KiB that takes as long as copying them, "
     "which the second thread does at the same time; for 32 KiB it is negligible. `load_over` overwrites in place and needs "
-    "none. memcpy itself of 16 MiB runs at 9 or 18 GB/s from round to round.",
-    "files": "The system takes most of the time: a bare write(2) of existing bytes is not 5 times faster than llama.cpp's "
-    "new file. Ours makes one more copy, so that the context is free during the write, and computes the checksum.",
+    "none. memcpy itself copies 16 MiB at 9 to 18 GB/s, depending on the round.",
+    "files": "The system takes most of the time: even a bare write(2) of existing bytes is not 5 times faster than "
+    "llama.cpp's new file. pykvcache makes one more copy, so that the context is free during the write, and computes "
+    "checksums.",
 }
 
 #: Names in results, and the names that the report shows.
@@ -284,8 +286,8 @@ SHOWN = {
 
 TAIL = """## Limits of these figures
 
-- No GPUs, other operating systems or large models. With a model of gigabytes, all overheads here vanish in
+- No GPUs, other operating systems or large models were measured. With a model of gigabytes, all overheads here vanish in
   the time of a decode.
-- No comparison of outputs. Peers decode the same tokens; the tests compare our logits with references.
-- No guards in llama-cpp-python and cyllama: they call llama.cpp without checks, so an invalid argument ends the process.
+- Outputs are not compared. Peers decode the same tokens; the tests compare our logits with references.
+- llama-cpp-python and cyllama call llama.cpp without checks, so an invalid argument ends the process.
 - The machine was not idle; see the load above."""

@@ -253,6 +253,8 @@ def write(result: dict[str, Any], path: Path) -> None:
         missing = absent.listed(rows[name])
         if missing:
             parts.append(missing)
+    if groups:
+        parts.append(texts.machine(result))
     save(parts, path.with_name(f"{path.stem}-tables.md"))
 
 

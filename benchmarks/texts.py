@@ -13,7 +13,9 @@ REPEAT = """    make bench                                  everything: pages, J
 def head(result: dict[str, Any]) -> str:
     """Write the introduction."""
     machine = result["machine"]
-    mixed = ", and earlier runs on other machines: [see below](#machine-and-versions)"
+    mixed = (
+        ", and earlier runs on other machines: [details](benchmarks-tables.md#machine-and-versions)"
+    )
     return f"""# Benchmarks
 
 pykvcache compared with plain C and other Python bindings of llama.cpp: same GGUF files, tokens and number of threads, on
@@ -25,7 +27,8 @@ def tables_head() -> str:
     """Write the introduction of the page with all tables."""
     return """# Benchmarks: all tables
 
-[Benchmarks](benchmarks.md) has the main figures, and explains how they were measured and how to read them."""
+[Benchmarks](benchmarks.md) has the main figures, and explains how they were measured and how to read them. The machine and all
+versions are at the [end](#machine-and-versions)."""
 
 
 def elsewhere(result: dict[str, Any]) -> str:
@@ -43,18 +46,7 @@ def elsewhere(result: dict[str, Any]) -> str:
 
 
 def details(result: dict[str, Any]) -> str:
-    """Write how and on what it was measured, and how to read the tables."""
-    machine, versions = result["machine"], result["versions"]
-    models = result["models"]
-    loads = ", ".join(
-        f"{name} {group['load_before_and_after'][0]:.1f} to {group['load_before_and_after'][1]:.1f}"
-        for name, group in result["groups"].items()
-    )
-    peers = "\n".join(
-        f"- {name}: " + ", ".join(f"{k} {v}" for k, v in said.items() if k != "system")
-        for name, said in versions.items()
-        if isinstance(said, dict)
-    )
+    """Write how it was measured, and how to read the tables."""
     took = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in result["setup_seconds"].items())
     first = result["first_setup_seconds"]
     costs = ", ".join(f"{name} {seconds} s" for name, seconds in first.items()) or "not recorded"
@@ -65,19 +57,6 @@ def details(result: dict[str, Any]) -> str:
 
 Measuring took {run / 60:.1f} minutes. Setting up the contestants took {took}. The first setup takes longer, because
 llama-cpp-python is built from source: {costs} here. Builds are kept in `build/bench/`.
-
-## Machine and versions
-
-- {machine["cpu"]}, {machine["cpus"]} cores, {machine["memory"]}, {machine["system"]}
-{elsewhere(result)}- Load average by group, before and after: {loads}.
-  A benchmark causes 1 to 2; the rest comes from other programs and widens the spread.
-- `OMP_WAIT_POLICY`: {machine["OMP_WAIT_POLICY"] or "not set"}
-- Python {versions["python"]}, {versions["compiler"]}, commit {versions["commit"]},
-  llama.cpp: {versions["llama.cpp"]}
-{peers}
-- Models: the embedded story model ({models["stories"]["bytes"]:,} bytes), and a llama with
-  {models["30M"]["parameters"]:,} random f16 weights ({models["30M"]["what"]}). The tests' tiny llama
-  is used to measure the overhead of a decode.
 
 ## How to read it
 
@@ -93,6 +72,33 @@ llama-cpp-python is built from source: {costs} here. Builds are kept in `build/b
 - **thin** is `benchmarks/c/bench_thin.pyx`: the same call of llama.h from a Cython method without checks and locks.
 - **An empty method** belongs to a Cython class compiled for this test: it takes the same arguments and does nothing. No
   binding can be faster."""
+
+
+def machine(result: dict[str, Any]) -> str:
+    """Write on what it was measured."""
+    machine, versions = result["machine"], result["versions"]
+    models = result["models"]
+    loads = ", ".join(
+        f"{name} {group['load_before_and_after'][0]:.1f} to {group['load_before_and_after'][1]:.1f}"
+        for name, group in result["groups"].items()
+    )
+    peers = "\n".join(
+        f"- {name}: " + ", ".join(f"{k} {v}" for k, v in said.items() if k != "system")
+        for name, said in versions.items()
+        if isinstance(said, dict)
+    )
+    return f"""## Machine and versions
+
+- {machine["cpu"]}, {machine["cpus"]} cores, {machine["memory"]}, {machine["system"]}
+{elsewhere(result)}- Load average by group, before and after: {loads}.
+  A benchmark causes 1 to 2; the rest comes from other programs and widens the spread.
+- `OMP_WAIT_POLICY`: {machine["OMP_WAIT_POLICY"] or "not set"}
+- Python {versions["python"]}, {versions["compiler"]}, commit {versions["commit"]},
+  llama.cpp: {versions["llama.cpp"]}
+{peers}
+- Models: the embedded story model ({models["stories"]["bytes"]:,} bytes), and a llama with
+  {models["30M"]["parameters"]:,} random f16 weights ({models["30M"]["what"]}). The tests' tiny llama
+  is used to measure the overhead of a decode."""
 
 
 def equal(result: dict[str, Any]) -> str:
@@ -290,4 +296,4 @@ TAIL = """## Limits of these figures
   the time of a decode.
 - Outputs are not compared. Peers decode the same tokens; the tests compare our logits with references.
 - llama-cpp-python and cyllama call llama.cpp without checks, so an invalid argument ends the process.
-- The machine was not idle; see the load above."""
+- The machine was not idle: [load averages](benchmarks-tables.md#machine-and-versions)."""

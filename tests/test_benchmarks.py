@@ -336,7 +336,7 @@ def test_groups_of_other_machines_are_named() -> None:
         texts.elsewhere(result)
         == "- Carried over from earlier runs: state, growth on Old One, commit abc\n"
     )
-    assert "\n- Carried over from earlier runs: state" in texts.details(result)
+    assert "\n- Carried over from earlier runs: state" in texts.machine(result)
 
 
 def test_missing_rows_are_grouped_by_reason() -> None:

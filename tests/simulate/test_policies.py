@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 
@@ -199,6 +200,28 @@ def test_hit_density_remembers_a_bounded_number_of_components() -> None:
         ask(tree, token_bytes([i]))
     assert len(policy._leaves) <= 31
     assert len(policy._ghosts) <= 4 * (31 + 64)
+
+
+def n_alive() -> int:
+    """Return how many components exist."""
+    gc.collect()
+    return sum(isinstance(one, Component) for one in gc.get_objects())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("drop", [PrefixTree.forget, lambda tree, _: tree.clear()])
+def test_a_policy_keeps_no_component_that_was_forgotten(
+    policy: str, drop: Callable[[PrefixTree, bytes], None]
+) -> None:
+    """A server that forgets chats below its budget does not grow."""
+    tree, before = PrefixTree(MemoryShape(1), policy, max_bytes=10**9), n_alive()
+    for i in range(1000):
+        tokens = token_bytes([i, i + 1, i + 2])
+        ask(tree, tokens)
+        ask(tree, tokens)
+        drop(tree, tokens)
+    assert tree.n_nodes == tree.n_bytes == 0
+    assert n_alive() - before < 150
 
 
 def test_hit_density_computes_nothing_before_something_has_to_leave() -> None:

@@ -155,12 +155,14 @@ class HitDensity(Policy):
 
     def removing(self, one: Component, n_tokens: int) -> None:
         """Remember what is evicted, to see whether it comes back."""
-        life = one.notes
+        life, is_whole = one.notes, n_tokens >= one.n_tokens
+        if is_whole and life.place >= 0:
+            self._withdraw(life.place)
         if one.kind is not Kind.ATTENTION:
-            if n_tokens >= one.n_tokens:
+            if is_whole:
                 self._end(life, _UNUSED)
             return
-        if n_tokens < one.n_tokens:
+        if not is_whole:
             # The life goes on with the tokens that stay.
             life = _Life(life.uses)
             life.is_over = True

@@ -96,13 +96,15 @@ class Model:
         )
         self.evaluated = 0
 
-    def begin(self, prompt: Tokens, namespace: str = "") -> tuple[int, Hold | None]:
+    def begin(
+        self, prompt: Tokens, namespace: str = "", priority: int = 0
+    ) -> tuple[int, Hold | None]:
         """Look a prompt up; return how many tokens are there, and what is held for it."""
         tokens = token_bytes(prompt)
         match = self.tree.match(tokens, namespace)
         resume = self.tree.resume(match, len(prompt) - 1)
         check_content(match, resume, tokens)
-        self.tree.use(match, resume)
+        self.tree.use(match, resume, priority)
         hold = self.tree.hold(match, resume)
         self.tree.fit()
         return resume.n, hold

@@ -52,3 +52,30 @@ def test_random_requests_keep_every_account_right(kinds, policy):
                     if one[3] and one[3].node.parent is None:
                         open_[at] = (*one[:3], None, one[4])
             check_tree(tree, [one[3] for one in open_ if one[3]])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kinds", ALL.values(), ids=ALL)
+def test_lower_priorities_leave_first(kinds, policy):
+    rng = random.Random(7)
+    model = Model(kinds, 4, 6000, policy)
+    tree, choose, n_evicted = model.tree, model.tree.policy.victim, 0
+
+    def victim():
+        nonlocal n_evicted
+        one = choose()
+        components = (one for node in tree.nodes() for one in node.components())
+        ranked = [one.priority for one in components if one.is_evictable and not one.is_spare]
+        assert min(ranked, default=None) == (one and one.priority)
+        n_evicted += one is not None
+        return one
+
+    tree.policy.victim = victim
+    for prompt, answer in prompts(rng, examples(300)):
+        priority = rng.choice([-1, 0, 0, 1])
+        begun, hold = model.begin(prompt, priority=priority)
+        model.give(prompt, answer, begun, priority=priority)
+        if hold is not None:
+            tree.release(hold)
+            tree.fit()
+    assert n_evicted > 40

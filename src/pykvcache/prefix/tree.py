@@ -190,7 +190,9 @@ class PrefixTree:
         assert node.attention is not None
         head.attention = self._split_component(node.attention, head)
         if node.window is not None and node.window.start < at:
-            head.window = self._split_component(node.window, head)
+            one = head.window = self._split_component(node.window, head)
+            if one.is_evictable and not one.is_spare:
+                self.policy.evictable(one)
         return head
 
     def _split_component(self, tail: Component, head_node: Node) -> Component:
@@ -222,8 +224,6 @@ class PrefixTree:
             self._spare.move_to_end(head, last=False)
         else:
             self.policy.split(head, tail)
-            if tail.kind is Kind.WINDOW:
-                self.policy.evictable(head)
         return head
 
     def _count(self, one: Component) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pykvcache.prefix.node import Component
 
-__all__ = ["ByPriority", "Leaves", "Policy"]
+__all__ = ["ByPriority", "Leaves", "Policy", "lower"]
 
 
 class Policy:
@@ -81,11 +81,21 @@ class Leaves:
         """Return the first component, which stays."""
         heap = self._heap
         while heap:
-            _, _, stamp, one = heap[0]
+            rank, priority, stamp, one = heap[0]
             if one.stamp == stamp and one.is_evictable:
-                return one
-            heapq.heappop(heap)
+                if rank == one.priority:
+                    return one
+                self.push(one, priority)  # a later prompt gave it another rank
+            else:
+                heapq.heappop(heap)
         return None
+
+
+def lower(one: Component | None, other: Component | None) -> Component | None:
+    """Return the component of lower priority; of equals the first."""
+    if one is None or other is None:
+        return one or other
+    return other if other.priority < one.priority else one
 
 
 class ByPriority(Policy):

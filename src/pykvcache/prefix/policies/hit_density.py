@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import OrderedDict
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -44,13 +45,13 @@ _USED, _UNUSED, _USED_INSIDE = range(3)
 class _Life:
     """What is noted of a component, from its last use on."""
 
-    __slots__ = ("began", "cut", "group", "is_over", "passed", "place", "uses")
+    __slots__ = ("began", "cut", "group", "is_over", "passed", "place", "priority", "uses")
 
     def __init__(self, uses: int = 0) -> None:
         self.uses = uses
         self.passed = self.cut = self.is_over = False
         self.place = -1
-        self.began = self.group = 0
+        self.began = self.group = self.priority = 0
 
 
 class HitDensity(Policy):
@@ -80,7 +81,7 @@ class HitDensity(Policy):
         self.sample = sample
         self._random = random.Random(seed).random
         self._now = self._next = 0
-        self._leaves: list[Component] = []
+        self._leaves: dict[int, list[Component]] = {}  # by priority
         self._ghosts: OrderedDict[int, _Life] = OrderedDict()
         # Lives by how they ended: new ones, and all with the older counting less.
         self._new: list[int] = []
@@ -149,15 +150,17 @@ class HitDensity(Policy):
 
     def evictable(self, one: Component) -> None:
         """Add it to those that may be drawn."""
-        if one.notes.place < 0:
-            one.notes.place = len(self._leaves)
-            self._leaves.append(one)
+        life = one.notes
+        if life.place < 0:
+            leaves = self._leaves.setdefault(one.priority, [])
+            life.priority, life.place = one.priority, len(leaves)
+            leaves.append(one)
 
     def removing(self, one: Component, n_tokens: int) -> None:
         """Remember what is evicted, to see whether it comes back."""
         life, is_whole = one.notes, n_tokens >= one.n_tokens
         if is_whole and life.place >= 0:
-            self._withdraw(life.place)
+            self._withdraw(life)
         if one.kind is not Kind.ATTENTION:
             if is_whole:
                 self._end(life, _UNUSED)
@@ -176,7 +179,7 @@ class HitDensity(Policy):
         if (older := self._ghosts.pop(key, None)) is not None:
             self._end_ghost(older, _UNUSED)
         self._ghosts[key] = life
-        most = self._ghosts_per_leaf * (len(self._leaves) + 64)
+        most = self._ghosts_per_leaf * (sum(map(len, self._leaves.values())) + 64)
         if self.max_notes is not None:
             most = min(most, self.max_notes // _GHOST_BYTES)
         while len(self._ghosts) > most:
@@ -188,41 +191,51 @@ class HitDensity(Policy):
 
     # The choice ---------------------------------------------------------------------------------
 
-    def _withdraw(self, place: int) -> None:
-        last = self._leaves.pop()
-        if place < len(self._leaves):
-            self._leaves[place].notes.place = -1
-            self._leaves[place] = last
-            last.notes.place = place
-        else:
-            last.notes.place = -1
+    def _withdraw(self, life: _Life) -> None:
+        leaves = self._leaves[life.priority]
+        last = leaves.pop()
+        if last.notes is not life:
+            leaves[life.place] = last
+            last.notes.place = life.place
+        life.place = -1
+
+    def _may_leave(self, one: Component) -> bool:
+        """Return whether a component may be drawn where it is; withdraw it otherwise."""
+        life = one.notes
+        if one.is_evictable and one.priority == life.priority:
+            return True
+        self._withdraw(life)
+        if one.is_evictable:
+            self.evictable(one)  # a later prompt gave it another priority
+        return False
 
     def _drawn(self) -> list[Component]:
-        leaves = self._leaves
-        if len(leaves) <= self.sample:
-            for place in range(len(leaves) - 1, -1, -1):
-                if not leaves[place].is_evictable:
-                    self._withdraw(place)
-            return leaves
-        drawn: list[Component] = []
-        while leaves and len(drawn) < self.sample:
-            place = int(self._random() * len(leaves))
-            if leaves[place].is_evictable:
-                drawn.append(leaves[place])
+        """Return some evictable components of the lowest priority that there is."""
+        while self._leaves:
+            lowest = min(self._leaves)
+            leaves, drawn = self._leaves[lowest], list[Component]()
+            if len(leaves) <= self.sample:
+                drawn = [one for one in list(leaves) if self._may_leave(one)]
             else:
-                self._withdraw(place)
-        return drawn
+                while leaves and len(drawn) < self.sample:
+                    one = leaves[int(self._random() * len(leaves))]
+                    if self._may_leave(one):
+                        drawn.append(one)
+            if drawn:
+                return drawn
+            del self._leaves[lowest]
+        return []
 
     def victim(self) -> Component | None:
         """Return the one of those drawn that has the least density; the oldest among equals."""
         if not self._density:
             self._weigh()
         density, now = self._density, self._now
-        best, least = None, (math.inf, math.inf, math.inf)
+        best, least = None, (math.inf, math.inf)
         for one in self._drawn():
             life = one.notes
             value = density[life.group * _BUCKETS + _bucket(now - life.began)]
-            worth = (one.priority, value * one.weight, life.began)
+            worth = (value * one.weight, life.began)
             if worth < least:
                 best, least = one, worth
         return best
@@ -240,7 +253,8 @@ class HitDensity(Policy):
         """Compute the density of each class and age from what was counted."""
         ended = self._ended.copy()
         # Lives that still go on reached their age as well.
-        going_on = [one.notes for one in self._leaves if one.is_evictable]
+        leaves = chain.from_iterable(self._leaves.values())
+        going_on = [one.notes for one in leaves if one.is_evictable]
         going_on += [life for life in self._ghosts.values() if not life.is_over]
         for life in going_on:
             ended[_UNUSED, life.group, _bucket(self._now - life.began)] += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from pykvcache.prefix.node import Component
-from pykvcache.prefix.policies.base import Leaves, Policy
+from pykvcache.prefix.policies.base import Leaves, Policy, lower
 
 __all__ = ["S3FIFO", "SLRU"]
 
@@ -91,7 +91,7 @@ class SLRU(Policy):
 
     def victim(self) -> Component | None:
         """Return the least recently used on probation, or protected if there is none."""
-        return self._probation.first() or self._last_resort.first()
+        return lower(self._probation.first(), self._last_resort.first())
 
 
 class S3FIFO(Policy):
@@ -171,7 +171,8 @@ class S3FIFO(Policy):
         """Return the first of a queue that was not used since it entered; used ones move on."""
         while True:
             small, main = self._small.first(), self._main.first()
-            one = small if small and (self._small_bytes > self._limit or not main) else main
+            is_full = self._small_bytes > self._limit
+            one = lower(small, main) if is_full else lower(main, small)
             if one is None:
                 return None
             uses, in_main, _ = one.notes

@@ -205,6 +205,8 @@ def check_tree(tree: PrefixTree, holds: list[Hold] = ()) -> None:  # type: ignor
     assert tree.n_bytes == n_bytes
     assert tree.n_blocks == n_blocks
     assert tree.n_nodes == len(nodes)
+    ends = (node.state.chunks[0] for node in nodes if node.state is not None)
+    assert tree.n_states == sum(end.has_state for end in ends)
     assert set(tree._spare) <= {one for node in nodes for one in node.components()}
     if tree.used_bytes > tree.max_bytes:
         assert not any(one.is_evictable for node in nodes for one in node.components())

@@ -22,7 +22,7 @@ from pykvcache.prefix.tree import PrefixTree
 __all__ = ["CHUNK_BYTES", "NODE_BYTES", "Actions", "BlockCache"]
 
 #: Overhead in bytes of a node or component, of a chunk, and of an empty cache: measured with
-#: tracemalloc (tests/prefix/test_budget.py).
+#: tracemalloc (tests/prefix/test_budgets.py).
 NODE_BYTES, CHUNK_BYTES, _FIXED_BYTES = 800, 250, 24_000
 
 #: After so many bytes were evicted, or an eighth of the budget, the allocator gives memory back.
@@ -87,12 +87,6 @@ class BlockCache:
         """Bytes of all that is kept, overhead included."""
         more = self._fixed_bytes + self._events.nbytes + self._memory.free_bytes
         return self.tree.used_bytes + more
-
-    @property
-    def n_states(self) -> int:
-        """How many recurrent states are kept."""
-        ends = (node.state for node in self.tree.nodes())
-        return sum(one is not None and one.chunks[0].has_state for one in ends)
 
     # Changing -----------------------------------------------------------------------------------
 

@@ -368,7 +368,7 @@ class PrefixCache(Closing):
                 **core.sums,
                 ram_bytes=blocks.nbytes,
                 ram_blocks=blocks.tree.n_blocks,
-                ram_checkpoints=blocks.n_states,
+                ram_checkpoints=blocks.tree.n_states,
                 max_ram_bytes=blocks.max_bytes,
                 stored=blocks.stored,
                 removed=blocks.removed,

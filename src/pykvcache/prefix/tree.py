@@ -52,6 +52,7 @@ class PrefixTree:
         self.shape = shape
         self.clock = 0
         self.n_bytes = self.n_blocks = self.n_nodes = 0
+        self.n_states = 0  # recurrent ones
         self.evicted_bytes = 0  # since the cache set it back
         self.removed: list[bytes] = []
         self._root_name = root
@@ -536,9 +537,10 @@ class PrefixTree:
             one.is_spare = True
             self._spare[one] = None
             self.n_bytes += self.shape.node_bytes
-            one.chunks = [end]
-        else:
-            one.chunks = [end.with_all_of(one.chunks[0])]
+            one.chunks = [EndState()]
+        known = one.chunks[0]
+        one.chunks = [end.with_all_of(known)]
+        self.n_states += end.has_state and not known.has_state
         saved = node.end - before
         self._count(one)
         one.weight = saved / max(1, saved * self.shape.attention_bytes + one.n_bytes)
@@ -675,6 +677,7 @@ class PrefixTree:
             one.node.window = None
         else:
             one.node.state = None
+            self.n_states -= one.chunks[0].has_state
         one.sizes, one.chunks = [], []
         self._count(one)
         self.n_bytes -= self.shape.node_bytes

@@ -74,10 +74,10 @@ class CacheCore:
         self._memory, self._checkpoints, self._namespace = memory, checkpoints, namespace
         self._n_vocab = context.model.n_vocab
         self._native = context.native
-        self._lookup = PromptLookup(context.model, memory, blocks, self.live)
+        self._adapters = set[bytes]()  # digests of those that were in use
+        self._lookup = PromptLookup(context.model, memory, blocks, self.live, self._adapters)
         self._admission = Admission(memory, blocks, link, keep_logits)
         self._prefetches = Prefetches()
-        self._adapters = set[bytes]()  # digests of those that were in use
         self._is_closed = False
         self._pid = os.getpid()
         if self.has_tiers:

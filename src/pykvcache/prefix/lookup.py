@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from pykvcache.prefix.memory import CacheMemory, Cells
 from pykvcache.prefix.node import Kind
 from pykvcache.prefix.report import BEFORE, Difference, Reason, ReuseReport
 from pykvcache.prefix.request import Request
-from pykvcache.prefix.space import namespace_of
+from pykvcache.prefix.space import space_of
 from pykvcache.prefix.tree import PrefixTree
 from pykvcache.sequence.cells import PutBack
 from pykvcache.sequence.ledger import common_prefix
@@ -146,9 +146,15 @@ class PromptLookup:
     """Finds what is known of a prompt, and lets a sequence begin with it; the lock is held."""
 
     def __init__(
-        self, model: LlamaModel, memory: CacheMemory, blocks: BlockCache, live: LiveIndex
+        self,
+        model: LlamaModel,
+        memory: CacheMemory,
+        blocks: BlockCache,
+        live: LiveIndex,
+        adapters: Set[bytes],
     ) -> None:
         self._model, self._memory, self._blocks, self._live = model, memory, blocks, live
+        self._adapters = adapters
         shape = memory.shape
         self._part = "state" if shape.needs_state else "window" if shape.window_start else ""
 
@@ -241,11 +247,9 @@ class PromptLookup:
         """
         tree, found = self._blocks.tree, list[str]()
         least = agrees + tree.shape.block_size
-        for root in tree.roots() if least <= len(ids) else ():
-            space = str(root.namespace)
-            if space == request.space or namespace_of(space) != request.namespace:
-                continue
-            if (n := tree.match(ids.tobytes(), space).n) >= least:
+        for digest in [b"", *self._adapters] if self._adapters and least <= len(ids) else ():
+            space = space_of(request.namespace, digest)
+            if space != request.space and (n := tree.match(ids.tobytes(), space).n) >= least:
                 found, least = [f"{n:,} tokens are known under other {_ADAPTERS}"], n + 1
         return found
 

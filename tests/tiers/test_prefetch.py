@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -16,6 +19,9 @@ from pykvcache.prefix.stores import MemoryStore
 from tiers.slow import SlowStore
 from tiers.test_damage import Raising, write
 from tiers.test_tiers import SERVED, SIZE, WAIT, words
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 
 @pytest.mark.parametrize("case", SERVED[::2], ids=str)
@@ -154,3 +160,66 @@ def test_a_forked_child_does_not_wait(make_context: Make) -> None:
     assert threading.active_count() == before
     slow.closing.set()
     cache.close()
+
+
+class GatedStore(MemoryStore):
+    """Answers reads once its gate is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_read, self.gate = threading.Event(), threading.Event()
+
+    def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
+        n = super().get_into(keys, buffers)
+        self.is_read.set()
+        assert self.gate.wait(30)
+        return n
+
+
+PROMPT = words(1, 45)
+
+
+@pytest.mark.parametrize(
+    "path", [PROMPT, PROMPT[:20], [*PROMPT, 6, 7], None], ids=["whole", "begin", "answer", "all"]
+)
+@pytest.mark.parametrize("way", ["late", "awaited", "prefetched"])
+def test_what_is_forgotten_does_not_come_back_from_tiers(
+    way: str, path: list[int] | None, make_context: Make
+) -> None:
+    """It was on its way up when it was forgotten; other prompts still come."""
+    store, other = GatedStore(), words(3, 45)
+    store.gate.set()
+    for prompt in (PROMPT, other):
+        write(make_context("llama"), store, prompt)
+    store.gate.clear()
+    store.is_read.clear()
+    seconds = 30 if way == "awaited" else 0
+    with PrefixCache(
+        make_context("llama"), block_size=SIZE, tiers=[store], tier_seconds=seconds
+    ) as cache:
+        threads = list[threading.Thread]()
+        for prompt in (PROMPT, other):
+            if way == "prefetched":
+                cache.prefetch(prompt)
+            else:
+                run = threading.Thread(target=lambda p=prompt: cache.sequence(p).close())
+                run.start()
+                threads.append(run)
+        assert store.is_read.wait(30)
+        loading, until = list[threading.Thread](), time.monotonic() + 30
+        while len(loading) < 1 + (way != "prefetched"):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+            names = ("pykvcache-load", "pykvcache-prefetch")
+            loading = [one for one in threading.enumerate() if one.name in names]
+        for thread in threads if way == "late" else ():
+            thread.join(30)
+        if path is None:
+            cache.clear()
+        else:
+            cache.forget(path)
+        store.gate.set()
+        for thread in [*loading, *threads]:
+            thread.join(30)
+        assert cache.pin(PROMPT).n_tokens == 0
+        assert cache.pin(other).n_tokens >= 40 * (path is not None)

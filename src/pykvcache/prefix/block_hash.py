@@ -20,6 +20,7 @@ __all__ = [
     "block_names",
     "common_tokens",
     "end_key",
+    "is_on_path",
     "root_name",
     "token_bytes",
     "window_key",
@@ -160,6 +161,11 @@ def token_bytes(tokens: ArrayLike) -> bytes:
                 2**32 - 1,
             )
     return array.astype("<u4", copy=False).tobytes()
+
+
+def is_on_path(tokens: bytes, other: bytes) -> bool:
+    """Return whether tokens go on from others, or others from them."""
+    return tokens.startswith(other) or other.startswith(tokens)
 
 
 def common_tokens(text: bytes, tokens: bytes, at: int = 0) -> int:

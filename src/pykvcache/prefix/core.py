@@ -196,7 +196,7 @@ class CacheCore:
     def settle(self, request: Request) -> None:
         """Let a request begin with what has come of its search."""
         search, request.search = request.search, None
-        if search is None:
+        if search is None or search.is_cancelled:
             return
         if not search.leave():  # what comes later is delivered
             if request.reason is not None:
@@ -220,7 +220,7 @@ class CacheCore:
     def deliver(self, load: Load) -> None:
         """Keep what came too late for its request; takes the lock, in the thread that loaded it."""
         with self.pool:
-            if not self.is_closed and self.blocks.max_bytes:
+            if not (self.is_closed or load.is_cancelled) and self.blocks.max_bytes:
                 self.link.keep(load)
 
     def prefetch(self, one: Prefetch) -> None:
@@ -260,6 +260,7 @@ class CacheCore:
             paths = [tokens, *tree.continuations(tokens, space)]
             with self.blocks.change():
                 tree.forget(tokens, space)
+            self._cancel(tokens, space)
             self.link.forget(paths, space)
 
     def clear(self, namespace: str | None) -> None:
@@ -268,6 +269,7 @@ class CacheCore:
         for space in [None] if namespace is None else self._spaces(namespace):
             with self.blocks.change():
                 self.blocks.clear(space)
+            self._cancel(b"", space)
             tiers.cancel(space)
             self.events.withdraw(space)
             tiers.say_again()
@@ -278,6 +280,11 @@ class CacheCore:
         if namespace is None:
             tiers.forget_notices()
             self.events.add(AllBlocksCleared())
+
+    def _cancel(self, tokens: bytes, space: str | None) -> None:
+        """Let nothing come from tiers any more that was asked for and is forgotten now."""
+        self.link.cancel(tokens, space)
+        self._prefetches.cancel(tokens, space)
 
     def _enter(self, request: Request) -> None:
         """Let a request share what was computed with the adapters that are in use now."""

@@ -10,6 +10,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from pykvcache.prefix.arguments import as_seconds
+from pykvcache.prefix.block_hash import is_on_path
 from pykvcache.prefix.tiers.loader import Load
 
 if TYPE_CHECKING:
@@ -102,11 +103,12 @@ class Prefetches:
             self._waiting.clear()
             one.end()
 
-    def cancel(self) -> None:
-        """Cancel all."""
+    def cancel(self, tokens: bytes = b"", namespace: str | None = None) -> None:
+        """Cancel the prompts of a namespace, or of all, that some tokens are part of."""
         with self._lock:
             for one in self._waiting:
-                one.cancel()
+                if namespace in (None, one.namespace) and is_on_path(one.tokens, tokens):
+                    one.cancel()
 
     def _work(self, ref: weakref.ref[CacheCore]) -> None:
         while True:

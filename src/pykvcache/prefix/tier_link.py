@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -13,7 +14,13 @@ from pykvcache.context import LlamaContext
 from pykvcache.errors import KvCacheError, UnsupportedOperation
 from pykvcache.prefix.admission import Source, admit
 from pykvcache.prefix.block_cache import BlockCache
-from pykvcache.prefix.block_hash import TOKEN_SIZE, NamedPrompt, NameRoot, window_key
+from pykvcache.prefix.block_hash import (
+    TOKEN_SIZE,
+    NamedPrompt,
+    NameRoot,
+    is_on_path,
+    window_key,
+)
 from pykvcache.prefix.match import Match
 from pykvcache.prefix.memory import Buffer, CacheMemory
 from pykvcache.prefix.node import EndState, Kind
@@ -98,6 +105,7 @@ class TierLink:
         self._memory, self._blocks = memory, blocks
         self._tier_seconds, self._n_skipped = tier_seconds, 0
         self._n_row = n_row
+        self._loads = weakref.WeakSet[Load]()  # under way, or waited for
         self._end_bytes = memory.end_bytes() if self.has_tiers else 0
         self._state_bytes = 4 * n_row + memory.state_bytes() if self.has_tiers else 0
 
@@ -133,8 +141,19 @@ class TierLink:
         load.until = load.began + wait
         if not is_awaited:
             load.leave()
+        self._loads.add(load)
         load.start()
         return load if is_awaited else None
+
+    def cancel(self, tokens: bytes, namespace: str | None) -> None:
+        """Cancel the searches for prompts of a namespace, or of all, that some tokens are part of.
+
+        A prompt that ends before them counts, too: it is a part of what is forgotten.
+        """
+        for load in list(self._loads):
+            prompt = load.wanted.prompt
+            if namespace in (None, prompt.namespace) and is_on_path(prompt.tokens, tokens):
+                load.cancel()
 
     def prefetch(self, tokens: bytes, namespace: str, known: int) -> Load:
         """Return a search for what memory lacks of a prompt and has room for, for `Load.run`."""

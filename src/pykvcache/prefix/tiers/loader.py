@@ -131,6 +131,7 @@ class Load:
 
     A search whose requester did not wait for it is delivered by its thread. What has come is
     ``found``, and ``obstacles`` say why nothing came: to be read once ``done`` is set.
+    ``is_cancelled`` tells that nothing of it is wanted any more.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class Load:
         #: When to stop waiting for it, on the monotonic clock.
         self.until = math.inf
         self._deliver = deliver
-        self._is_cancelled = self._is_late = False
+        self.is_cancelled = self._is_late = False
         self._lock = threading.Lock()
 
     def start(self) -> None:
@@ -161,7 +162,7 @@ class Load:
 
     def cancel(self) -> None:
         """Let the thread stop after what it is reading; nothing is delivered."""
-        self._is_cancelled = True
+        self.is_cancelled = True
 
     def leave(self) -> bool:
         """Stop waiting; return whether it was done. What comes later is delivered."""
@@ -178,7 +179,7 @@ class Load:
             with self._lock:
                 self.done.set()
                 is_late = self._is_late
-            if is_late and not self._is_cancelled and self.found.n:
+            if is_late and not self.is_cancelled and self.found.n:
                 self._deliver(self)
 
     def _search(self) -> None:
@@ -321,7 +322,7 @@ class Load:
         step = max(1, GROUP_BYTES // max(1, size))
         found: list[tuple[int, Bytes]] = []
         for begin in range(0, len(keys), step):
-            if self._is_cancelled:
+            if self.is_cancelled:
                 break
             part = keys[begin : begin + step]
             read = [np.frombuffer(one, np.uint8) for one in tier.get(part, size, exact=True)]

@@ -68,6 +68,29 @@ def test_three_processes_share_a_folder_and_a_server(model_folder: Path, tmp_pat
     assert remote["remote"] == local["disk"] == 299
 
 
+def test_the_end_of_a_process_waits_for_writes_of_a_dropped_cache(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    code = f"""
+import gc, time
+from pykvcache import LlamaContext, LlamaModel, PrefixCache
+from pykvcache.prefix.stores import FolderStore
+class Slow(FolderStore):
+    def put(self, items):
+        time.sleep(1)
+        return super().put(items)
+ctx = LlamaContext(LlamaModel({str(make_model("llama", model_folder))!r}), n_ctx=256, n_threads=1)
+cache = PrefixCache(ctx, block_size=8, tiers=[Slow({str(tmp_path)!r})])
+cache.sequence(list(range(5, 50))).evaluate()
+del cache
+gc.collect()
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    with FolderStore(tmp_path) as store:
+        assert len(list(store.entries())) >= 5
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()")
 def test_a_forked_child_ends_at_once(model_folder: Path, tmp_path: Path) -> None:
     """It has neither the threads nor the right to write what the parent has."""

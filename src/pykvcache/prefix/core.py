@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import time
 import weakref
 from collections.abc import Iterable
 from typing import SupportsIndex
@@ -27,6 +28,8 @@ from pykvcache.prefix.sequence import CachedSequence
 from pykvcache.prefix.space import adapters_digest, space_of
 from pykvcache.prefix.tier_link import TierLink
 from pykvcache.prefix.tiers.loader import Load
+from pykvcache.prefix.tiers.stack import CLOSE_SECONDS
+from pykvcache.prefix.tiers.writer import Writer
 from pykvcache.sequence.cells import SequenceCells
 from pykvcache.sequence.checkpoints import CheckpointPolicy
 from pykvcache.sequence.ledger import Ledger
@@ -83,6 +86,7 @@ class CacheCore:
         if self.has_tiers:
             self.pool.note_time = link.evaluation.note
             _with_tiers.add(self)
+            _writers.update(link.tiers.writers)
             weakref.finalize(self, link.tiers.retire).atexit = False
         _cores[context] = weakref.ref(self)
 
@@ -369,10 +373,15 @@ class CacheCore:
 
 #: Those with tiers, which have something to write when the interpreter exits.
 _with_tiers: weakref.WeakSet[CacheCore] = weakref.WeakSet()
+#: Their writers: the thread of one keeps it while there is something to write.
+_writers: weakref.WeakSet[Writer] = weakref.WeakSet()
 
 
 @atexit.register
-def _close_all() -> None:
+def _write_all() -> None:
+    until = time.monotonic() + CLOSE_SECONDS
     for core in list(_with_tiers):
         with contextlib.suppress(Exception):
             core.close()
+    for writer in list(_writers):  # of caches that were dropped
+        writer.close(max(0.0, until - time.monotonic()))

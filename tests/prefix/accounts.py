@@ -16,7 +16,7 @@ from pykvcache.prefix.windows import is_resumable
 
 def check_accounts(cache: PrefixCache, heard: Iterable[CacheEvent] | None = None) -> None:
     """Check everything that a cache counts; `heard`: all its events."""
-    stats, blocks, tree = cache.stats(), cache._blocks, cache._blocks.tree
+    stats, blocks, tree = cache.stats(), cache._core.blocks, cache._core.blocks.tree
     shape = tree.shape
     n_bytes = n_blocks = n_states = 0
     held: Counter[Component] = Counter()
@@ -59,7 +59,7 @@ def check_accounts(cache: PrefixCache, heard: Iterable[CacheEvent] | None = None
     if heard is not None:
         known = {name for node in tree.nodes() for name in node.names(shape.block_size)}
         assert told(heard) == known, "events tell of other blocks than there are"
-    assert not cache._pool.depth
+    assert not cache._core.pool.depth
 
 
 def check_cells(node: Node, tree: PrefixTree) -> None:

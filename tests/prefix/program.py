@@ -246,7 +246,7 @@ class Program:
             self.known[name].clear()
             for one in self.open:
                 one.is_shared &= one.space != name
-            assert not list(self.cache._blocks.tree.nodes(name))
+            assert not list(self.cache._core.blocks.tree.nodes(name))
         for event, _ in self.cache.events._events:
             assert not isinstance(event, BlockStored)
             if isinstance(event, Stored):
@@ -271,7 +271,7 @@ class Program:
     def names(self) -> set[bytes]:
         """Return the names of all blocks that are there."""
         size = self.cache.block_size
-        return {name for node in self.cache._blocks.tree.nodes() for name in node.names(size)}
+        return {name for node in self.cache._core.blocks.tree.nodes() for name in node.names(size)}
 
     # What is always true ------------------------------------------------------------------------
 
@@ -289,7 +289,7 @@ class Program:
             self.pins.pop().release()
         self.check()
         assert self.cache.stats().ram_bytes <= self.limit
-        nodes = self.cache._blocks.tree.nodes()
+        nodes = self.cache._core.blocks.tree.nodes()
         assert not any(one.held for node in nodes for one in node.components())
         assert not self.ctx.n_cells_used
         self.read_events()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -284,11 +286,12 @@ def test_events_report_what_was_stored_and_dropped(make_context: Make) -> None:
     assert cache.stats().ram_blocks == 0
 
 
-def test_one_cache_per_context(make_context: Make) -> None:
+def test_one_cache_per_context(make_context: Make, tmp_path: Path) -> None:
     ctx = make_context("llama")
     cache = PrefixCache(ctx)
     with pytest.raises(ValueError, match="already"):
-        PrefixCache(ctx)
+        PrefixCache(ctx, tiers=[tmp_path / "tier"])
+    assert not (tmp_path / "tier").exists()
     sequence = cache.sequence(words(1, 20))
     cache.close()
     cache.close()

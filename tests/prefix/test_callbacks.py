@@ -106,7 +106,7 @@ def test_a_subscriber_may_edit_the_sequence_that_it_hears_of(
     def callback(event: CacheEvent) -> None:
         if not done and threading.current_thread() is threading.main_thread():
             done.append(event)
-            assert not cache._pool.depth, "a call is still under way"
+            assert not cache._core.pool.depth, "a call is still under way"
             EDITS[edit](cache, one)
 
     cache.events.subscribe(callback)
@@ -192,8 +192,8 @@ def test_what_a_subscriber_raises_goes_no_further_than_one_call(make_context: Ma
 def test_lookups_are_heard_of_when_nobody_is_in_a_call(make_context: Make) -> None:
     depths = []
     with PrefixCache(make_context("llama"), block_size=8) as cache:
-        cache.events.subscribe_lookups(lambda _: depths.append(cache._pool.depth))
-        cache.events.subscribe(lambda _: depths.append(cache._pool.depth))
+        cache.events.subscribe_lookups(lambda _: depths.append(cache._core.pool.depth))
+        cache.events.subscribe(lambda _: depths.append(cache._core.pool.depth))
         for seed in (1, 1, 2):
             with cache.sequence(words(seed, 30)) as sequence:
                 sequence.evaluate()

@@ -78,5 +78,7 @@ def test_threads_share_a_cache(name: str, make_context: Make) -> None:
         for thread in threads:
             thread.join(120)
         assert not failed, failed
-        assert not any(one.held for node in cache._blocks.tree.nodes() for one in node.components())
+        assert not any(
+            one.held for node in cache._core.blocks.tree.nodes() for one in node.components()
+        )
         assert cache.stats().ram_bytes <= 200 * cell

@@ -7,5 +7,5 @@ from pykvcache import PrefixCache
 
 def clear_memory(cache: PrefixCache) -> None:
     """Drop all that a cache keeps in memory; what waits for tiers stays."""
-    with cache._pool.hold(), cache._blocks.change():
-        cache._blocks.clear(None)
+    with cache._core.pool.hold(), cache._core.blocks.change():
+        cache._core.blocks.clear(None)

@@ -64,7 +64,7 @@ def test_blocks_with_values_that_are_not_finite_are_misses(
     ctx = make_context(name)
     write(ctx, store, prompt)
     with PrefixCache(make_context(name), block_size=SIZE, **WAIT, tiers=[store]) as cache:
-        sealed = cache._link.tiers.tiers[0].sealed
+        sealed = cache._core.link.tiers.tiers[0].sealed
         names = [sealed.envelope.name(entry.key) for entry in store.entries()]
         for key in names:
             (content,) = sealed.get([key], [1 << 24])
@@ -94,7 +94,7 @@ def test_ends_of_another_content_are_misses(
     rng = random.Random(3)
     for _ in range(6):
         with PrefixCache(make_context(name), block_size=SIZE, **WAIT, tiers=[store]) as cache:
-            sealed = cache._link.tiers.tiers[0].sealed
+            sealed = cache._core.link.tiers.tiers[0].sealed
             for key in [entry.key for entry in store.entries()]:
                 (content,) = sealed.get([key], [1 << 24]) or (b"",)
                 if bytes(content[:4]) != b"pkve":

@@ -56,8 +56,8 @@ class Bench:
             sequence.evaluate()
         assert cache.flush(60)
         self.right = {entry.key: self.read(entry.key) for entry in store.entries()}
-        envelope = cache._link.tiers.tiers[0].sealed.envelope
-        names = block_names(cache._link.root(""), token_bytes(PROMPT), 4 * SIZE)
+        envelope = cache._core.link.tiers.tiers[0].sealed.envelope
+        names = block_names(cache._core.link.root(""), token_bytes(PROMPT), 4 * SIZE)
         self.blocks = [envelope.name(name) for name in names]
         assert {*self.blocks} < self.right.keys()
 
@@ -142,7 +142,7 @@ def test_a_writer_without_the_secret_is_not_believed(
     options: dict[str, Any] = WAIT | {"secret": SECRET}
     with PrefixCache(make_context("llama"), block_size=SIZE, tiers=[store], **options) as cache:
         bench = Bench(cache, store, Case("llama"), fresh_logits("llama", PROMPT))
-        mine = cache._link.tiers.tiers[0].sealed.envelope
+        mine = cache._core.link.tiers.tiers[0].sealed.envelope
         for secret, encrypt in ((None, True), (SECRET[::-1], True), (SECRET[::-1], False)):
             other = Envelope(model="m", layout="l", secret=secret, encrypt=encrypt)
             other._model, other._layout = mine._model, mine._layout

@@ -80,7 +80,7 @@ def test_what_is_wrong_in_a_tier_is_a_counter(make_context: Make, fresh_logits: 
     cache = PrefixCache(make_context("llama"), block_size=SIZE, tiers=[store], **WAIT)
     with PrefixCache(ctx, block_size=SIZE, **WAIT) as other:
         names = next(iter_names(other, prompt))
-    sealed = cache._link.tiers.tiers[0].sealed
+    sealed = cache._core.link.tiers.tiers[0].sealed
     (content,) = sealed.get([names[3]], [1 << 20])
     bad = np.frombuffer(content, np.uint8).copy()
     bad[: len(bad) // 4 * 4].view(np.float32)[5] = np.nan

@@ -148,7 +148,7 @@ def test_a_full_queue_drops_the_ends_of_chains(make_context: Make) -> None:
     store, ctx = MemoryStore(), make_context("llama")
     block = ctx.native.block_bytes() * SIZE
     cache = PrefixCache(ctx, block_size=SIZE, **WAIT, tiers=[store], queue_bytes=3 * block)
-    writer = cache._link.tiers.writers[0]
+    writer = cache._core.link.tiers.writers[0]
     with writer._changed:  # nothing is written here
         cache.sequence(words(1, 80)).close()
         with cache.sequence(words(1, 80)) as sequence:
@@ -194,7 +194,7 @@ def test_namespaces_secrets_and_models_share_nothing(make_context: Make) -> None
 def test_a_clear_forgets_what_waits(make_context: Make) -> None:
     store = MemoryStore()
     with PrefixCache(make_context("llama"), block_size=SIZE, **WAIT, tiers=[store]) as cache:
-        with cache._link.tiers.writers[0]._changed:
+        with cache._core.link.tiers.writers[0]._changed:
             with cache.sequence(words(1, 40)) as sequence:
                 sequence.evaluate()
             cache.clear()

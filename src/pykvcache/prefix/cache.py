@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, SupportsIndex
 
 from pykvcache._arguments import TokenInput, as_bool, as_int
 from pykvcache._closing import Closing
 from pykvcache.context import LlamaContext
-from pykvcache.prefix.admission import BlockCheckpoints
 from pykvcache.prefix.arguments import (
     as_namespace,
     as_priority,
@@ -20,23 +18,15 @@ from pykvcache.prefix.arguments import (
     as_tokens,
     as_wait,
 )
-from pykvcache.prefix.block_cache import CHUNK_BYTES, NODE_BYTES, BlockCache
-from pykvcache.prefix.block_hash import root_name
 from pykvcache.prefix.core import CacheCore
 from pykvcache.prefix.events import EventLog
-from pykvcache.prefix.memory import CacheMemory
 from pykvcache.prefix.pins import Pin
 from pykvcache.prefix.policies import DEFAULT, Policy
 from pykvcache.prefix.prefetch import Prefetch
 from pykvcache.prefix.report import CacheStats
 from pykvcache.prefix.sequence import CachedSequence
-from pykvcache.prefix.space import split_space
-from pykvcache.prefix.stores import Envelope
-from pykvcache.prefix.tier_link import TierLink, least_seconds
-from pykvcache.prefix.tiers.cost_model import EvaluationTime
-from pykvcache.prefix.tiers.stack import TierInput, Tiers
+from pykvcache.prefix.tiers.stack import TierInput
 from pykvcache.prefix.tree_view import CacheTree, plot_tree, view_tree
-from pykvcache.sequence.pool import pool_of
 from pykvcache.sequence.sequence import LlamaSequence
 
 if TYPE_CHECKING:
@@ -120,67 +110,20 @@ class PrefixCache(Closing):
         queue_bytes: SupportsIndex | None = None,
     ) -> None:
         LlamaSequence(context).close()  # raises what a sequence of this context would
-        self._block_size = as_int(block_size, "block_size", 1, 2**20)
-        namespace = as_namespace(namespace)
-        keep_logits = as_bool(keep_logits, "keep_logits")
+        size = as_int(block_size, "block_size", 1, 2**20)
         most = as_int(ram_bytes, "ram_bytes", 0, 2**62)
-        memory = CacheMemory(
-            context,
-            self._block_size,
-            most,
-            node_bytes=NODE_BYTES,
-            chunk_bytes=CHUNK_BYTES,
-            overhead=Envelope.overhead,
-        )
-        digests = memory.digests()
-
-        def root(space: str) -> bytes:
-            namespace, adapters = split_space(space)
-            return root_name(
-                **digests, block_size=self._block_size, namespace=namespace, adapters=adapters
-            )
-
-        checkpoints = BlockCheckpoints(
-            as_int(checkpoint_bytes, "checkpoint_bytes", 0, 2**62),
-            memory.spacing,
-            self._block_size,
-            memory.shape.needs_state,
-            memory.n_window_cells,
-        )
-        stores = as_tiers(tiers, can_check=memory.has_layout)
-        wait = as_wait(tier_seconds, "tier_seconds", 3600)
-        self._pool = pool_of(context)
-        self._events = EventLog(min(most // 64, 16 << 20), later=self._pool.later)
-        self._blocks = BlockCache(memory, most, policy, root, self._events)
-        envelope = Envelope(
-            model=digests["model"], layout=digests["layout"], secret=secret, memory=memory.take
-        )
-        self._link = TierLink(
-            Tiers(
-                stores,
-                envelope,
-                as_queue_bytes(queue_bytes, most),
-                self._events.add,
-                _progress_of(context),
-                # Queued blocks stay in memory even after their eviction.
-                most // 4 or None,
-            ),
-            memory,
-            self._blocks,
-            root,
-            EvaluationTime(least_seconds(context)),
-            wait,
-            n_row=context.model.n_vocab if keep_logits else 0,
-        )
         self._core = CacheCore(
             context,
-            memory,
-            self._blocks,
-            self._link,
-            self._events,
-            checkpoints,
-            namespace,
-            keep_logits=keep_logits,
+            size,
+            most,
+            policy=policy,
+            namespace=as_namespace(namespace),
+            keep_logits=as_bool(keep_logits, "keep_logits"),
+            checkpoint_bytes=as_int(checkpoint_bytes, "checkpoint_bytes", 0, 2**62),
+            stores=as_tiers(tiers, can_check=context.native.has_layout),
+            secret=secret,
+            tier_seconds=as_wait(tier_seconds, "tier_seconds", 3600),
+            queue_bytes=as_queue_bytes(queue_bytes, most),
         )
 
     @property
@@ -191,12 +134,12 @@ class PrefixCache(Closing):
     @property
     def block_size(self) -> int:
         """Tokens per block."""
-        return self._block_size
+        return self._core.block_size
 
     @property
     def events(self) -> EventLog:
         """What was stored and removed: iterate over it, or subscribe to it."""
-        return self._events
+        return self._core.events
 
     # Sequences ----------------------------------------------------------------------------------
 
@@ -233,14 +176,14 @@ class PrefixCache(Closing):
         is_plain = type(priority) is int and abs(priority) < 2**31
         rank = int(priority) if is_plain else as_priority(priority)
         core = self._core
-        with self._pool:
+        with self._core.pool:
             sequence = core.open(prompt, namespace, boundaries=boundaries, priority=rank)
             if core.has_tiers:
                 core.seek(sequence._request)
         search = sequence._request.search
         if search is not None:
             search.done.wait(search.left)
-            with self._pool:
+            with self._core.pool:
                 core.settle(sequence._request)
         return sequence
 
@@ -265,7 +208,7 @@ class PrefixCache(Closing):
         TypeError, ValueError
             The tokens are none of this model.
         """
-        with self._pool:
+        with self._core.pool:
             space = self._core.space(namespace)
             ids = as_tokens(self.context, tokens)[: self.context.n_ctx_seq]
             one = Prefetch(ids.tobytes(), self._core.current_space(space))
@@ -293,7 +236,7 @@ class PrefixCache(Closing):
         ValueError
             ``ttl`` is negative or not a number.
         """
-        with self._pool:
+        with self._core.pool:
             space = self._core.space(namespace)
             ids = as_tokens(self.context, tokens)
             until = None if ttl is None else time.monotonic() + as_seconds(ttl, "ttl")
@@ -313,7 +256,7 @@ class PrefixCache(Closing):
         namespace
             Whose; default: the cache's.
         """
-        with self._pool:
+        with self._core.pool:
             space = self._core.space(namespace)
             self._core.forget(as_tokens(self.context, tokens).tobytes(), space)
 
@@ -324,7 +267,7 @@ class PrefixCache(Closing):
         written; what they have stays there: ``pykvcache cache clear`` empties them. Events that
         wait lose its tokens.
         """
-        with self._pool:
+        with self._core.pool:
             self._core.check_open()
             self._core.clear(None if namespace is None else as_namespace(namespace))
 
@@ -337,10 +280,10 @@ class PrefixCache(Closing):
             Whose, with the adapters that are in use; default: all of them.
         """
         wanted = None if namespace is None else as_namespace(namespace)
-        with self._pool:
+        with self._core.pool:
             self._core.check_open()
             space = None if wanted is None else self._core.current_space(wanted)
-            return view_tree(self._blocks.tree, self.context.model, space)
+            return view_tree(self._core.blocks.tree, self.context.model, space)
 
     def plot(self, namespace: str | None = None) -> Figure:
         """Draw what is kept of a namespace, or of all: tokens from left to right, branches below.
@@ -350,9 +293,9 @@ class PrefixCache(Closing):
         ``figure.savefig("tree.svg")``; notebooks show it. Needs ``pykvcache[plot]``: raises
         ImportError without matplotlib.
         """
-        blocks = self._blocks
+        blocks = self._core.blocks
         title = (
-            f"{blocks.tree.n_blocks:,} blocks of {self._block_size} tokens, "
+            f"{blocks.tree.n_blocks:,} blocks of {self.block_size} tokens, "
             f"{blocks.nbytes / 2**20:,.1f} of {blocks.max_bytes / 2**20:,.1f} MiB"
         )
         return plot_tree(self.tree(namespace), title)
@@ -361,8 +304,8 @@ class PrefixCache(Closing):
 
     def stats(self) -> CacheStats:
         """Return the figures since the cache was made."""
-        with self._pool:
-            core, blocks = self._core, self._blocks
+        with self._core.pool:
+            core, blocks = self._core, self._core.blocks
             return CacheStats(
                 requests=core.n_requests,
                 **core.sums,
@@ -372,7 +315,7 @@ class PrefixCache(Closing):
                 max_ram_bytes=blocks.max_bytes,
                 stored=blocks.stored,
                 removed=blocks.removed,
-                tiers=self._link.tiers.stats(),
+                tiers=self._core.link.tiers.stats(),
                 hits=core.n_hits,
             )
 
@@ -387,7 +330,7 @@ class PrefixCache(Closing):
             For how long at most; None for as long as it takes.
         """
         self._core.check_open()  # without the lock: another thread may be evaluating for long
-        return self._link.tiers.flush(as_wait(seconds, "seconds"))
+        return self._core.link.tiers.flush(as_wait(seconds, "seconds"))
 
     # Life -----------------------------------------------------------------------------------------
 
@@ -407,22 +350,11 @@ class PrefixCache(Closing):
     def __repr__(self) -> str:
         if self.is_closed:
             return "<PrefixCache (closed)>"
-        blocks = self._blocks
+        blocks = self._core.blocks
         return (
-            f"<PrefixCache: {blocks.tree.n_blocks} blocks of {self._block_size} tokens, "
+            f"<PrefixCache: {blocks.tree.n_blocks} blocks of {self.block_size} tokens, "
             f"{blocks.nbytes:,} of {blocks.max_bytes:,} bytes>"
         )
-
-
-def _progress_of(ctx: LlamaContext) -> Callable[[], int]:
-    """Return what tells how many tokens were evaluated; it does not keep the context alive."""
-    ref = weakref.ref(ctx)
-
-    def progress() -> int:
-        context = ref()
-        return 0 if context is None else context.tokens_evaluated
-
-    return progress
 
 
 def core_of(cache: PrefixCache) -> CacheCore:

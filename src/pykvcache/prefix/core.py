@@ -7,31 +7,33 @@ import contextlib
 import os
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import SupportsIndex
 
 from pykvcache._arguments import TokenInput
 from pykvcache.context import LlamaContext
 from pykvcache.errors import ArgumentError, ClosedError, DeviceLost
-from pykvcache.prefix.admission import Admission
+from pykvcache.prefix.admission import Admission, BlockCheckpoints
 from pykvcache.prefix.arguments import as_boundaries, as_namespace
-from pykvcache.prefix.block_cache import BlockCache
-from pykvcache.prefix.block_hash import TOKEN_SIZE, block_names
+from pykvcache.prefix.block_cache import CHUNK_BYTES, NODE_BYTES, BlockCache
+from pykvcache.prefix.block_hash import TOKEN_SIZE, block_names, root_name
 from pykvcache.prefix.events import AllBlocksCleared, EventLog, Lookup
-from pykvcache.prefix.lookup import LiveIndex, PromptLookup
+from pykvcache.prefix.lookup import PromptLookup
 from pykvcache.prefix.memory import CacheMemory
 from pykvcache.prefix.pins import Pins
+from pykvcache.prefix.policies import Policy
 from pykvcache.prefix.prefetch import Prefetch, Prefetches
 from pykvcache.prefix.report import ReuseReport
 from pykvcache.prefix.request import Request
 from pykvcache.prefix.sequence import CachedSequence
-from pykvcache.prefix.space import adapters_digest, space_of
-from pykvcache.prefix.tier_link import TierLink
+from pykvcache.prefix.space import adapters_digest, space_of, split_space
+from pykvcache.prefix.stores import Envelope
+from pykvcache.prefix.tier_link import TierLink, least_seconds
+from pykvcache.prefix.tiers.cost_model import EvaluationTime
 from pykvcache.prefix.tiers.loader import Load
-from pykvcache.prefix.tiers.stack import CLOSE_SECONDS
+from pykvcache.prefix.tiers.stack import CLOSE_SECONDS, TierInput, Tiers
 from pykvcache.prefix.tiers.writer import Writer
 from pykvcache.sequence.cells import SequenceCells
-from pykvcache.sequence.checkpoints import CheckpointPolicy
 from pykvcache.sequence.ledger import Ledger
 from pykvcache.sequence.pool import pool_of
 
@@ -55,39 +57,89 @@ class CacheCore:
     def __init__(
         self,
         context: LlamaContext,
-        memory: CacheMemory,
-        blocks: BlockCache,
-        link: TierLink,
-        events: EventLog,
-        checkpoints: CheckpointPolicy,
-        namespace: str,
+        block_size: int,
+        ram_bytes: int,
         *,
+        policy: str | Policy,
+        namespace: str,
         keep_logits: bool,
+        checkpoint_bytes: int,
+        stores: Sequence[TierInput],
+        secret: bytes | str | None,
+        tier_seconds: float | None,
+        queue_bytes: int,
     ) -> None:
         other = _cores.get(context, lambda: None)()
         if other is not None and not other.is_closed:
             raise ArgumentError("the context has a PrefixCache already: close it first", "context")
         self.context, self.pool = context, pool_of(context)
-        self.blocks, self.link, self.events = blocks, link, events
-        self.keep_logits, self.has_tiers = keep_logits, link.has_tiers
-        self.live, self.pins = LiveIndex(), Pins(self.pool, blocks)
+        self.keep_logits, self.has_tiers = keep_logits, len(stores) > 0
         #: Requests since the beginning, those of which anything was known, and their sums.
         self.n_requests = self.n_hits = 0
         self.sums = dict.fromkeys(_COUNTED, 0)
-        self._memory, self._checkpoints, self._namespace = memory, checkpoints, namespace
-        self._n_vocab = context.model.n_vocab
-        self._native = context.native
+        #: The requests whose sequences are in use, the oldest first.
+        self.live: weakref.WeakKeyDictionary[Request, None] = weakref.WeakKeyDictionary()
+        self._memory = memory = CacheMemory(
+            context,
+            block_size,
+            ram_bytes,
+            node_bytes=NODE_BYTES,
+            chunk_bytes=CHUNK_BYTES,
+            overhead=Envelope.overhead,
+        )
+        digests = memory.digests()
+
+        def root(space: str) -> bytes:
+            namespace, adapters = split_space(space)
+            return root_name(
+                **digests, block_size=block_size, namespace=namespace, adapters=adapters
+            )
+
+        self.events = EventLog(min(ram_bytes // 64, 16 << 20), later=self.pool.later)
+        self.blocks = BlockCache(memory, ram_bytes, policy, root, self.events)
+        self.link = TierLink(
+            Tiers(
+                stores,
+                Envelope(
+                    model=digests["model"],
+                    layout=digests["layout"],
+                    secret=secret,
+                    memory=memory.take,
+                ),
+                queue_bytes,
+                self.events.add,
+                _progress_of(context),
+                # Queued blocks stay in memory even after their eviction.
+                ram_bytes // 4 or None,
+            ),
+            memory,
+            self.blocks,
+            root,
+            EvaluationTime(least_seconds(context)),
+            tier_seconds,
+            n_row=context.model.n_vocab if keep_logits else 0,
+        )
+        self.pins = Pins(self.pool, self.blocks)
+        self._namespace = namespace
+        self._checkpoints = BlockCheckpoints(
+            checkpoint_bytes,
+            memory.spacing,
+            block_size,
+            memory.shape.needs_state,
+            memory.n_window_cells,
+        )
+        self._n_vocab, self._native = context.model.n_vocab, context.native
         self._adapters = set[bytes]()  # digests of those that were in use
-        self._lookup = PromptLookup(context.model, memory, blocks, self.live, self._adapters)
-        self._admission = Admission(memory, blocks, link, keep_logits)
+        self._lookup = PromptLookup(context.model, memory, self.blocks, self.live, self._adapters)
+        self._admission = Admission(memory, self.blocks, self.link, keep_logits)
         self._prefetches = Prefetches()
         self._is_closed = False
         self._pid = os.getpid()
         if self.has_tiers:
-            self.pool.note_time = link.evaluation.note
+            self.pool.note_time = self.link.evaluation.note
             _with_tiers.add(self)
-            _writers.update(link.tiers.writers)
-            weakref.finalize(self, link.tiers.retire).atexit = False
+            _writers.update(self.link.tiers.writers)
+            weakref.finalize(self, self.link.tiers.retire).atexit = False
         _cores[context] = weakref.ref(self)
 
     @property
@@ -125,7 +177,7 @@ class CacheCore:
         if self.pins.some:
             self.pins.expire()
         self._lookup.begin(request)
-        self.live.add(request)
+        self.live[request] = None
         if prompt is not None:
             self._count_new(request)
         return sequence
@@ -141,7 +193,7 @@ class CacheCore:
         """Take note of a fork: it holds what its parent does."""
         child.is_searched = True
         if parent in self.live:  # and was not cleared
-            self.live.add(child)
+            self.live[child] = None
             with self.blocks.change():
                 self.blocks.hold_as(child, parent)
         live = child.usable
@@ -162,7 +214,8 @@ class CacheCore:
             self.pins.expire()
         if request.search is not None:
             self.cancel_search(request)
-        if self.live.discard(request) and not self._is_closed:
+        if request in self.live:
+            del self.live[request]
             self._admission.give(request)
 
     # Tiers ----------------------------------------------------------------------------------------
@@ -277,7 +330,10 @@ class CacheCore:
             tiers.cancel(space)
             self.events.withdraw(space)
             tiers.say_again()
-        for request in self.live.remove(namespace):
+        for request in list(self.live):
+            if namespace not in (None, request.namespace):
+                continue
+            del self.live[request]
             self.cancel_search(request)
             with self.blocks.change():
                 self.blocks.release(request)
@@ -349,7 +405,7 @@ class CacheCore:
                 self.blocks.clear(None)
             self._is_closed = True
             self._prefetches.cancel()
-            self.live.remove(None)
+            self.live.clear()
             self._memory.close()
         self.link.tiers.close()
 
@@ -369,6 +425,17 @@ class CacheCore:
             raise ClosedError("the context of this cache is closed")
         if self._is_closed:
             raise ClosedError("the cache is closed")
+
+
+def _progress_of(ctx: LlamaContext) -> Callable[[], int]:
+    """Return what tells how many tokens were evaluated; it does not keep the context alive."""
+    ref = weakref.ref(ctx)
+
+    def progress() -> int:
+        context = ref()
+        return 0 if context is None else context.tokens_evaluated
+
+    return progress
 
 
 #: Those with tiers, which have something to write when the interpreter exits.

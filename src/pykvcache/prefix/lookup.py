@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +23,7 @@ from pykvcache.prefix.tree import PrefixTree
 from pykvcache.sequence.cells import PutBack
 from pykvcache.sequence.ledger import common_prefix
 
-__all__ = ["Begin", "Live", "LiveIndex", "PromptLookup", "plan_begin"]
+__all__ = ["Begin", "Live", "PromptLookup", "look_up", "plan_begin"]
 
 Row = npt.NDArray[np.float32]
 
@@ -49,57 +48,21 @@ class Live:
     agrees: int = 0
 
 
-class LiveIndex:
-    """The requests of a cache whose sequences are in use, as long as they exist."""
-
-    __slots__ = ("_refs",)
-
-    def __init__(self) -> None:
-        self._refs: dict[int, weakref.ref[Request]] = {}
-
-    def add(self, request: Request) -> None:
-        """Add a sequence; one that is collected leaves by itself."""
-        key = id(request)
-        self._refs[key] = weakref.ref(request, partial(self._refs.pop, key))
-
-    def discard(self, request: Request) -> bool:
-        """Remove a sequence; return whether it was there."""
-        return self._refs.pop(id(request), None) is not None
-
-    def remove(self, namespace: str | None) -> list[Request]:
-        """Remove and return those of a namespace, or all."""
-        gone = [one for one in self if namespace is None or one.namespace == namespace]
-        for one in gone:
-            self.discard(one)
-        return gone
-
-    def __contains__(self, request: object) -> bool:
-        return id(request) in self._refs
-
-    def __len__(self) -> int:
-        return len(self._refs)
-
-    def __iter__(self) -> Iterator[Request]:
-        for ref in list(self._refs.values()):
-            if (request := ref()) is not None:
-                yield request
-
-    def look_up(self, tokens: IntArray, namespace: str, new: Request) -> Live:
-        """Return what those of a namespace have of a prompt, but for a new one."""
-        found = Live()
-        fresh_agrees = 0
-        for ref in list(self._refs.values()):
-            other = ref()
-            if other is None or other is new or other.namespace != namespace:
-                continue
-            cells = other.cells
-            same = common_prefix(cells.ledger.part(0, len(cells.ledger)), tokens)
-            fresh = min(same, cells.n_fresh)
-            if (same, fresh) > (found.agrees, fresh_agrees):
-                found.nearest, found.agrees, fresh_agrees = other, same, fresh
-            if fresh > found.n and (n := cells.reachable(fresh)) > found.n:
-                found.parent, found.n = other, n
-        return found
+def look_up(live: Iterable[Request], tokens: IntArray, namespace: str, new: Request) -> Live:
+    """Return what the requests of a namespace have of a prompt, but for a new one."""
+    found = Live()
+    fresh_agrees = 0
+    for other in live:
+        if other is new or other.namespace != namespace:
+            continue
+        cells = other.cells
+        same = common_prefix(cells.ledger.part(0, len(cells.ledger)), tokens)
+        fresh = min(same, cells.n_fresh)
+        if (same, fresh) > (found.agrees, fresh_agrees):
+            found.nearest, found.agrees, fresh_agrees = other, same, fresh
+        if fresh > found.n and (n := cells.reachable(fresh)) > found.n:
+            found.parent, found.n = other, n
+    return found
 
 
 @dataclass(slots=True)
@@ -150,7 +113,7 @@ class PromptLookup:
         model: LlamaModel,
         memory: CacheMemory,
         blocks: BlockCache,
-        live: LiveIndex,
+        live: Iterable[Request],
         adapters: Set[bytes],
     ) -> None:
         self._model, self._memory, self._blocks, self._live = model, memory, blocks, live
@@ -165,7 +128,7 @@ class PromptLookup:
         if not n:
             return
         ids = ledger.part(0, n)
-        live = self._live.look_up(ids, request.namespace, request)
+        live = look_up(self._live, ids, request.namespace, request)
         with self._blocks.change():
             tree = self._blocks.tree
             match = tree.match(ids.tobytes(), request.space)
@@ -260,7 +223,7 @@ class PromptLookup:
         if cells.ledger.shifted_at is not None or known >= n - 1:
             return False
         ids = cells.ledger.part(0, n)
-        if self._live.look_up(ids, request.namespace, request).n <= known:
+        if look_up(self._live, ids, request.namespace, request).n <= known:
             match = self._blocks.tree.match(ids.tobytes(), request.space)
             if self._blocks.tree.resume(match, n - 1).n <= known:
                 return False

@@ -20,7 +20,7 @@ _GAUGES = {
     "ram_bytes": "Bytes that the cache keeps in memory, its accounts included",
     "max_ram_bytes": "The budget of ram_bytes",
     "ram_blocks": "Blocks in memory",
-    "ram_checkpoints": "States of windows and recurrent memories that are in memory",
+    "ram_checkpoints": "Recurrent states in memory",
 }
 _COUNTERS = {
     "requests": "Sequences that were asked for",

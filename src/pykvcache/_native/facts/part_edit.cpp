@@ -123,8 +123,8 @@ int32_t zero_free_states(edit_key key, memory * m) noexcept {
         }
         std::vector<uint8_t> zeros;
         tensor_writes        writes(key);
-        const auto           zero = [&](ggml_tensor * t, int64_t n) {
-            const size_t row = t ? ggml_row_size(t->type, n) : 0;
+        const auto           zero = [&](ggml_tensor * t) {
+            const size_t row = t ? t->nb[1] : 0;
             for (uint32_t cell = 0, end; t && cell < part->cells.size(); cell = end + 1) {
                 for (end = cell; end < part->cells.size() && part->cells[end].is_empty();) {
                     ++end;
@@ -138,9 +138,8 @@ int32_t zero_free_states(edit_key key, memory * m) noexcept {
                 }
             }
         };
-        for (size_t il = 0; il < part->r_l.size(); ++il) {
-            zero(part->r_l[il], m->hparams->n_embd_r());
-            zero(part->s_l[il], m->hparams->n_embd_s());
+        for (const auto & tensors : {part->r_l, part->s_l, part->p_l}) {
+            std::for_each(tensors.begin(), tensors.end(), zero);
         }
         writes.run();
     });

@@ -186,6 +186,20 @@ def test_a_prompt_is_stopped_and_goes_on(ctx: LlamaContext, fresh_logits: Fresh)
     assert apart(one.logits(), fresh_logits("llama", TOKENS[:200])) < RIGHT
 
 
+def test_an_encode_is_stopped(make_context: Make) -> None:
+    ctx = make_context("t5", n_ctx=2048, n_batch=2048, n_ubatch=2048, n_threads=1)
+
+    def encode() -> None:
+        threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT)).start()
+        while True:
+            ctx.encode(TOKENS[:2000])
+
+    for _ in range(5):
+        with pytest.raises(KeyboardInterrupt):
+            encode()
+    ctx.encode(TOKENS[:9])
+
+
 def test_a_decode_by_hand_is_stopped(ctx: LlamaContext) -> None:
     before = signal.getsignal(signal.SIGINT)
 

@@ -211,14 +211,18 @@ cdef class Decoding(Batch):
             self.forget_outputs("the last encode failed")
             batch = self.part(0, <int32_t>n, width)
             self.begin_work()
-            self.abort_flag.arm(True)
-            with nogil:
-                code = self.seqs.encode(batch)
-            self.end_work()
-            if lib.has_log():
+            try:
+                _handle_sigint()
+                self.abort_flag.arm(True)
+                with nogil:
+                    code = self.seqs.encode(batch)
+                if code == 2:
+                    _handle_sigint()
+                if code != 0:
+                    self.encode_failed(code)
+            finally:
+                self.end_work()
                 _drain_log()
-            if code != 0:
-                self.encode_failed(code)
             self.tokens_evaluated += n
             for i in range(n):
                 self.outputs.push_back(<int32_t>i)

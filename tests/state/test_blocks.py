@@ -368,12 +368,12 @@ def test_blocks_are_checked_without_the_memory(
 def _check_layout(b: Bench, part: str) -> None:
     native = b.ctx.native
     layout = native.block_layout(part)
-    blocks = blocks_of(b.ctx, 0, 2 * SIZE, part)
-    data = blocks[1][0]
+    parts = parts_of(b.ctx, 0, 2 * SIZE, window_first=0)
+    data = parts[part == "window"][1][0]
 
     def is_refused() -> bool:
         try:
-            native.check_blocks(blocks, part)
+            native.set_blocks(1, *parts)
         except StateDamaged:
             return True
         return False
@@ -388,7 +388,7 @@ def _check_layout(b: Bench, part: str) -> None:
         values = data.view(np.uint32)
         kept, values[at] = values[at], 0x7F80FF80 if at % 2 else 0x7E007E00  # infinite, or NaN
         assert layout.is_good(data, SIZE) != is_refused(), at
-        native.check_blocks(blocks, part, known_values=True)
+        native.set_blocks(1, *parts, known_values=True)
         values[at] = kept
     more = np.concatenate([data, data[:1], [0]]).astype(np.uint8)
     for wrong in (data[:-1], data[:0], more):

@@ -90,8 +90,6 @@ def test_states_of_unknown_layout_stay_with_their_context(
     other = make_context(case.name, **case.options)
     for call in (
         lambda: other.native.set_blocks(0, [], state=b.ctx.native.get_state_part(0)),
-        lambda: other.native.set_blocks_and_rest(0, [], state._native),
-        lambda: b.ctx.native.make_partial_state(state._native.content, 0, 19),
         lambda: b.ctx.native.set_blocks(0, [], None),
         lambda: b.ctx.get_state(0),
         lambda: PrefixCache(b.ctx, tiers=["memory://"]),

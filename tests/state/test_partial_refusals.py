@@ -91,7 +91,7 @@ CASES_IN_TURNS = [
 ]
 
 
-@pytest.mark.hazard("S30")
+@pytest.mark.hazard("S30", "N110")
 @pytest.mark.parametrize(("case", "change"), CASES_IN_TURNS)
 def test_a_changed_sequence_is_refused(case: Case, change: str, bench: MakeBench) -> None:
     b = bench(case)

@@ -237,8 +237,6 @@ cdef extern from "probe.h" namespace "pykv" nogil:
 
 
 cdef extern from "rollback.h" namespace "pykv" nogil:
-    uint32_t n_back(const memory*, llama_seq_id)
-    bool can_step_back(const memory*, llama_seq_id, llama_pos p0)
     uint32_t most_kept(const llama_context*, uint32_t asked) except +
 
 

@@ -25,7 +25,7 @@ from pykvcache.sequence.checkpoints import CheckpointPolicy, Checkpoints, Window
 from pykvcache.sequence.ledger import Ledger
 from pykvcache.sequence.pool import SequencePool, Stage
 
-__all__ = ["PutBack", "SequenceCells", "check_length", "least_cut"]
+__all__ = ["PutBack", "SequenceCells", "check_length"]
 
 Row = npt.NDArray[np.float32]
 _T = TypeVar("_T")
@@ -551,11 +551,6 @@ class SequenceCells:
         """Return the held tokens after the first n."""
         own = self.ledger.part(n, self.ledger.n_evaluated)
         return np.concatenate([own, self.ledger.stale])
-
-
-def least_cut(n: int, n_swa: int) -> int:
-    """Return the shortest length to which a window with all cells of its last token can be cut."""
-    return 1 if n <= n_swa else n - 1
 
 
 def _taken_out(native: lib.Context, seq_id: int, n: int) -> PutBack:

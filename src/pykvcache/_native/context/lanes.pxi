@@ -91,11 +91,6 @@ cdef class Tokens:
             self.changed()
         return True
 
-    def append_one(self, int32_t token):
-        """Append one token."""
-        self.reserve(self.n + 1)
-        self.put(token)
-
     def cut(self, Py_ssize_t n):
         """Keep the first n tokens."""
         self.n = max(0, min(n, self.n))

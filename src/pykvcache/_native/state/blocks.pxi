@@ -70,7 +70,7 @@ cdef class BlockLayout:
     def is_good(self, const uint8_t[::1] data not None, n):
         """Return whether bytes are a block of n cells whose values cannot overflow in attention.
 
-        This is the expensive part of `Context.check_blocks`.
+        This is the expensive check of `Context.set_blocks`.
         """
         cdef uint32_t count = _int(n, "n", 0, INT32_MAX)
         cdef size_t size = data.shape[0]
@@ -415,8 +415,7 @@ cdef class Blocks(State):
         Blocks are (bytes, number of cells, number of cells that count). The window cells must include those
         that the next token sees (`window_needed`); earlier ones are dropped if the window has no room. The
         caller guarantees that everything belongs together, and with `known_values` that the blocks are
-        unchanged since `get_blocks`, `check_blocks` or `BlockLayout` checked their values. All or nothing,
-        like `set_state`.
+        unchanged since `get_blocks` or `BlockLayout` checked their values. All or nothing, like `set_state`.
         """
         cdef Pieces pieces = Pieces([])
         cdef lib.joined_state joined
@@ -435,29 +434,6 @@ cdef class Blocks(State):
             self.check_parts(state.end if is_state else lib.n_cells(cells), kept, state)
             self.join_parts(lib.ALL_PARTS, cells, kept, state, pieces, joined)
             self.set_pieces(seq, pieces, None, lib.CELL_PARTS if known_values else lib.NO_PARTS)
-        finally:
-            self.lock.unlock()
-
-    def check_blocks(self, list blocks not None, part="attention", *, bint known_values=False):
-        """Raise what `set_blocks` would raise for the bytes of one part; change nothing.
-
-        With `known_values` the caller guarantees the result of `BlockLayout.is_good`.
-        """
-        cdef Pieces pieces = Pieces([])
-        cdef lib.joined_state joined
-        cdef vector[lib.state_block] found
-        cdef lib.block_run cells, none
-        cdef int of = _cell_part(part)
-        cdef lib.part_set which = lib.ATTENTION_PARTS if of == lib.PART_ATTENTION else lib.WINDOW_PARTS
-        self.lock_read()
-        try:
-            self.has_states("blocks")
-            self.take_blocks(of, blocks, cells, pieces)
-            if of == lib.PART_ATTENTION:
-                self.join_parts(which, cells, none, None, pieces, joined)
-            else:
-                self.join_parts(which, none, cells, None, pieces, joined)
-            self.check(pieces, 0, which, found, which if known_values else lib.NO_PARTS)
         finally:
             self.lock.unlock()
 
@@ -532,61 +508,3 @@ cdef class Blocks(State):
                 "back the states of this context only")
         self.has_states("blocks", True)
         return self.put_known(seq, Pieces([state.data]))
-
-    # Blocks with all other parts in one partial state.
-
-    def set_blocks_and_rest(
-            self, seq_id, list blocks not None, Partial rest=None, *, bint known_values=False):
-        """Restore a sequence from blocks, starting at position 0, and a partial state."""
-        cdef Pieces pieces = Pieces([])
-        cdef lib.joined_state joined
-        cdef int32_t seq = _seq(seq_id, self.n_seq_max)
-        self.lock_write()
-        try:
-            if not lib.has_layout(self.mem):
-                if rest is None or rest.context() is not self or any(len(data) for data, _, _ in blocks):
-                    self.has_states("blocks")
-                self.put_known(seq, Pieces([rest.data]))
-                return
-            self.join_rest(blocks, rest, pieces, joined)
-            self.set_pieces(seq, pieces, None, lib.ATTENTION_PARTS if known_values else lib.NO_PARTS)
-        finally:
-            self.lock.unlock()
-
-    def check_blocks_and_rest(
-            self, list blocks not None, Partial rest=None, *, bint known_values=False):
-        """Raise what `set_blocks_and_rest` would raise for the bytes; change nothing."""
-        cdef Pieces pieces = Pieces([])
-        cdef lib.joined_state joined
-        cdef vector[lib.state_block] found
-        self.lock_read()
-        try:
-            self.join_rest(blocks, rest, pieces, joined)
-            self.check(
-                pieces, 0, lib.ALL_PARTS, found, lib.ATTENTION_PARTS if known_values else lib.NO_PARTS)
-        finally:
-            self.lock.unlock()
-
-    cdef int join_rest(
-            self, list blocks, Partial rest, Pieces pieces, lib.joined_state& joined) except -1:
-        cdef lib.block_run cells, none
-        cdef lib.state_piece after
-        cdef StatePart state = None
-        cdef bint windowed
-        after.data = NULL
-        after.size = 0
-        self.has_states("blocks")
-        windowed = lib.windowed(self.mem)
-        self.take_blocks(lib.PART_ATTENTION, blocks, cells, pieces)
-        if rest is not None and <size_t>rest.data.shape[0] > lib.SEQ_HEAD_BYTES:
-            if not windowed:
-                state = StatePart.__new__(StatePart)
-                state.data = rest.data[lib.SEQ_HEAD_BYTES:]
-            else:
-                after.data = &rest.data[lib.SEQ_HEAD_BYTES]
-                after.size = rest.data.shape[0] - lib.SEQ_HEAD_BYTES
-        self.join_parts(
-            lib.ATTENTION_PARTS if windowed else lib.ALL_PARTS, cells, none, state, pieces, joined)
-        if windowed and after.size:
-            pieces.pieces.push_back(after)
-        return 0

@@ -86,6 +86,7 @@ def has_arrays(name: str) -> bool:
     return MODELS[name].has_arrays
 
 
+@pytest.mark.hazard("N50")
 @in_both_ways
 @pytest.mark.parametrize("name", ["llama", "llama3l", "gemma3", "step35", "jamba", "deepseek32"])
 def test_the_rotation_of_keys_is_read(name: str, layers: int, bench: Bench) -> None:

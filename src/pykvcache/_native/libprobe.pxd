@@ -280,7 +280,6 @@ cdef extern from "probe_kv.h" namespace "pykv" nogil:
     bool has_keys(const memory*, uint32_t il)
     const key_rope& rope_at(const memory*, uint32_t il) except +
     vector[float] rope_factors(const key_rope&) except +
-    key_rope rope_beside_copies(const llama_context*, const memory*, uint32_t il, bool everywhere) except +
     bool dequantize(ggml_type, const void* src, float* dst, int64_t n)
     bool quantize(ggml_type, const float* src, void* dst, int64_t n)
     size_t bytes_of(int type, int64_t n)

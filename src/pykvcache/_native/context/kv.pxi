@@ -189,20 +189,6 @@ cdef class Arrays(Cells):
         finally:
             self.lock.unlock()
 
-    def rope_beside_copies(self, uint32_t layer, bint everywhere):
-        """Return `rope_settings` as read from a graph that stores copies; for tests.
-
-        A scheduler of several devices leaves the context's reserved graph like that. With `everywhere`,
-        the graph built for reading is like that too.
-        """
-        self.lock_read()
-        try:
-            if not lib.has_keys(self.mem, layer):
-                return None
-            return self.settings_of(lib.rope_beside_copies(self.ctx, self.mem, layer, everywhere))
-        finally:
-            self.lock.unlock()
-
     cdef dict settings_of(self, const lib.key_rope& rope):
         cdef vector[float] factors
         with nogil:

@@ -96,9 +96,6 @@ void read_extended(const memory * m, memory_part part, llama_seq_id seq, const s
 bool               has_keys(const memory * m, uint32_t il);
 const key_rope &   rope_at(const memory * m, uint32_t il);
 std::vector<float> rope_factors(const key_rope & rope);
-// For tests: what is read of a layer if the context's reserved graph, or every graph, stores copies of its
-// sources, as a scheduler leaves it.
-key_rope rope_beside_copies(const llama_context * ctx, const memory * m, uint32_t il, bool everywhere);
 
 // ggml's conversions between float32 and a stored type; `n` is whole blocks.
 bool dequantize(ggml_type type, const void * src, float * dst, int64_t n) noexcept;

@@ -3,10 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <memory>
 
 #include "ggml-backend.h"
-#include "ggml-cpp.h"
 #include "guarded.h"
 #include "probe_kv.h"
 #include "probe_memory.h"
@@ -250,30 +248,6 @@ void read_turned(ggml_cgraph * nodes, memory & m) {
     }
 }
 
-// Imitates a scheduler: replaces the sources of stores by copies, as between devices.
-class copied_sources {
-  public:
-    explicit copied_sources(ggml_cgraph * nodes)
-        : own(ggml_init({ggml_graph_n_nodes(nodes) * ggml_tensor_overhead(), nullptr, true})) {
-        for (int i = 0; i < ggml_graph_n_nodes(nodes); ++i) {
-            ggml_tensor * t = ggml_graph_node(nodes, i);
-            if (t->op == GGML_OP_SET_ROWS) {
-                before.emplace_back(t, t->src[0]);
-                t->src[0] = ggml_dup_tensor(own.get(), t->src[0]);
-            }
-        }
-    }
-    ~copied_sources() {
-        for (auto & [store, source] : before) {
-            store->src[0] = source;
-        }
-    }
-
-  private:
-    ggml_context_ptr                                     own;
-    std::vector<std::pair<ggml_tensor *, ggml_tensor *>> before;
-};
-
 }  // namespace
 
 void read_graph(const llama_context * ctx, memory & m) {
@@ -323,17 +297,6 @@ bool shift_is_like_graph(const llama_context * ctx, const memory & m, uint32_t i
     }
     const key_rope shift = configured_rope(ctx, il);
     return graph.facts.type >= 0 && same_rotation(graph, shift.facts, shift.factors);
-}
-
-key_rope rope_beside_copies(const llama_context * ctx, const memory * m, uint32_t il, bool everywhere) {
-    const copied_sources reserved(ctx->get_gf_res_reserve()->get_gf());
-    const unsplit_graph  graph(ctx);
-    const auto           copies = everywhere ? std::make_unique<copied_sources>(graph.nodes()) : nullptr;
-    memory               again;
-    again.base = m->base;
-    again.swa = m->swa;
-    read_ropes(graph.nodes(), ctx, again);
-    return again.ropes.at(il);
 }
 
 bool has_keys(const memory * m, uint32_t il) { return m->ropes.count(il) > 0; }

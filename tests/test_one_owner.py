@@ -95,7 +95,6 @@ def test_what_opens_cells_or_writes_tensors_asks_for_the_key() -> None:
                 callers.add(path.name)
                 assert "edit_key" in function, f"{path.name}: {function}"
     assert callers == {
-        "copies.cpp",
         "edit.h",
         "edit.cpp",
         "moves.cpp",

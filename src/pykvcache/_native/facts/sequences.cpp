@@ -228,13 +228,10 @@ int32_t sequence_facts::copy(llama_seq_id src, llama_seq_id dst, llama_pos p0, l
     llama_pos lo = 0, hi = 0;
     const bool begins = p0 <= 0 || (extent(mem, src, lo, hi) && p0 <= lo);
     // llama_memory_seq_cp merges into a unified destination; a copy replaces.
-    const bool replaces = copies_replace(mem);
-    int32_t code = replaces ? 0 : remove(dst, removal_of(dst, 0, END), 0, END);
+    int32_t code = copies_replace(mem) ? 0 : remove(dst, removal_of(dst, 0, END), 0, END);
     if (code == 0) {
         copied(src, dst, begins ? p1 : 0);
-        if ((code = copy_cells({}, mem, src, dst, p0, p1)) == CAUGHT && !replaces) {
-            removed(dst, 0);  // it is empty again
-        }
+        code = copy_cells({}, mem, src, dst, p0, p1);
     }
     return code;
 }

@@ -5,7 +5,6 @@
 // with the context.
 #include <algorithm>
 
-#include "copies.h"
 #include "edit.h"
 #include "fast/open_cells.h"
 #include "probe_memory.h"
@@ -123,7 +122,7 @@ bool copies_replace(const memory * m) { return is_cells_only(m) && m->base->get_
 int32_t copy_cells(edit_key key, memory * m, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) noexcept {
     return guarded_void([&] {
         if (!copies_replace(m)) {
-            copy_whole(key, m, src, dst, begin_of(p0), end_of(p1));
+            m->mem->seq_cp(src, dst, begin_of(p0), end_of(p1));
             return;
         }
         // Allocate both before using either: running out of memory changes nothing.

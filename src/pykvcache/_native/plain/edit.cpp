@@ -2,7 +2,6 @@
 // place of fast/: slower, but easier to move to another llama.cpp.
 #include <set>
 
-#include "copies.h"
 #include "edit.h"
 #include "probe_memory.h"
 #include "probe_private.h"
@@ -40,8 +39,8 @@ int32_t remove_cells(edit_key, memory * m, llama_seq_id seq, llama_pos p0, llama
 
 bool copies_replace(const memory *) { return false; }
 
-int32_t copy_cells(edit_key key, memory * m, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) noexcept {
-    return guarded_void([&] { copy_whole(key, m, src, dst, begin_of(p0), end_of(p1)); });
+int32_t copy_cells(edit_key, memory * m, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) noexcept {
+    return guarded_void([&] { m->mem->seq_cp(src, dst, begin_of(p0), end_of(p1)); });
 }
 
 int32_t add_cells(edit_key, memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos delta) noexcept {

@@ -11,7 +11,6 @@
 #endif
 
 #include "ggml-cpp.h"
-#include "copies.h"
 #include "edit.h"
 #include "guarded.h"
 #include "opened.h"
@@ -337,14 +336,8 @@ int32_t flush(edit_key, llama_context * ctx, const memory * m) noexcept {
             only_turning(float & f, float scale) : factor(f), before(f) { factor /= scale; }
             ~only_turning() { factor = before; }
         } guard(const_cast<llama_cparams &>(ctx->get_cparams()).yarn_attn_factor, m->key_scale);
-        waiting_copies waiting(*m);
-        try {
-            if (ctx->memory_update(false)) {
-                llama_synchronize(ctx);  // devices may still compute, and later reads bypass their queue
-            }
-        } catch (...) {
-            waiting.put_back();
-            throw;
+        if (ctx->memory_update(false)) {
+            llama_synchronize(ctx);  // devices may still compute, and later reads bypass their queue
         }
         // llama.cpp only logs a failed rotation, and would rotate the finished part again.
         return int32_t((m->base && m->base->get_has_shift()) || (m->swa && m->swa->get_has_shift()));

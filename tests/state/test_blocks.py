@@ -215,7 +215,7 @@ def test_parts_that_do_not_make_a_sequence_are_refused(case: Case, bench: MakeBe
             native.set_blocks(0, *parts)
     assert b.ctx.get_state(0).tobytes() == before
     for part in ("keys", "", None, 1):
-        with pytest.raises(ArgumentError, match="attention or window"):
+        with pytest.raises(ArgumentError, match="one of attention, window"):
             native.block_bytes(part)
     b.check()
 

@@ -8,6 +8,17 @@ cdef dict _PARTS = {
 }
 
 
+cdef lib.memory_part _part(part, tuple names=None) except *:
+    """Return the part of this name; one of `names`, if given."""
+    if names is None:
+        names = tuple(_PARTS)
+    if not isinstance(part, str) or part not in names:
+        raise ArgumentError(
+            f"part is {shown(part)}: it must be one of {', '.join(names)}",
+            what="part", value=part, limit=names)
+    return <lib.memory_part><int>_PARTS[part]
+
+
 cdef class Cells(Memory):
     """Contents of cells; resume, copy a prefix, remove and close the gap."""
 
@@ -74,20 +85,11 @@ cdef class Cells(Memory):
 
     def cells(self, part):
         """Return (stream, cell, pos, members) of the used cells of one part."""
-        cdef int which
-        cdef uint32_t i = 0, n, stream = 0, cell = 0
-        cdef int32_t pos = 0
-        if part is None:
-            which = self.default_part()
-        elif isinstance(part, str) and part in _PARTS:
-            which = _PARTS[part]
-        else:
-            raise ArgumentError(
-                f"part is {shown(part)}: it must be one of {', '.join(_PARTS)}",
-                what="part", value=part, limit=tuple(_PARTS))
+        cdef lib.memory_part which = <lib.memory_part>self.default_part() if part is None else _part(part)
+        cdef uint32_t i = 0, n
         self.lock_read()
         try:
-            n = lib.n_used(self.mem, <lib.memory_part>which)
+            n = lib.n_used(self.mem, which)
             streams = np.empty(n, np.int32)
             indices = np.empty(n, np.int32)
             positions = np.empty(n, np.int32)
@@ -99,12 +101,12 @@ cdef class Cells(Memory):
             self.lock.unlock()
 
     cdef uint32_t fill_cells(
-            self, int which, uint32_t n, int32_t[::1] streams, int32_t[::1] indices,
+            self, lib.memory_part which, uint32_t n, int32_t[::1] streams, int32_t[::1] indices,
             int32_t[::1] positions, uint8_t[:, ::1] members) except? 0:
         cdef uint32_t i = 0, stream = 0, cell = 0
         cdef int32_t pos = 0
         while i < n and lib.next_cell(
-                self.mem, <lib.memory_part>which, self.n_seq_max, stream, cell, pos, &members[i, 0]):
+                self.mem, which, self.n_seq_max, stream, cell, pos, &members[i, 0]):
             streams[i] = stream
             indices[i] = cell
             positions[i] = pos

@@ -10,48 +10,42 @@ cdef inline long long _index(object value, str what, int* overflow) except? -1:
     return PyLong_AsLongLongAndOverflow(_whole(value, what), overflow)
 
 
+cdef inline bint _is_in(object value, long long lo, long long hi, long long* n) except -1:
+    """Read an int; return whether it is in ``[lo, hi]``."""
+    cdef int overflow = 0
+    n[0] = PyLong_AsLongLongAndOverflow(value, &overflow)
+    return not overflow and lo <= n[0] <= hi
+
+
 cdef inline int32_t _seq(object value, int n_seq_max) except -1:
     """A sequence id in ``[0, n_seq_max)``."""
-    cdef int overflow = 0
-    cdef long long n
+    cdef long long n = 0
     value = _whole(value, "sequence id")
-    n = PyLong_AsLongLongAndOverflow(value, &overflow)
-    if overflow > 0 or n > INT32_MAX:
-        raise SeqIdTooLarge(value)
-    if overflow < 0 or n < 0 or n >= n_seq_max:
-        raise SequenceIdError(value, n_seq_max)
+    if not _is_in(value, 0, n_seq_max - 1, &n):
+        raise SeqIdTooLarge(value) if value > INT32_MAX else SequenceIdError(value, n_seq_max)
     return <int32_t>n
 
 
 cdef inline int32_t _p0(object value, str what="p0") except -1:
     """Convert the start of a range; ``None`` is 0."""
-    cdef int overflow = 0
-    cdef long long n
-    if value is None:
-        return 0
-    value = _whole(value, what)
-    n = PyLong_AsLongLongAndOverflow(value, &overflow)
-    if overflow > 0 or n > INT32_MAX:
-        raise P0TooLarge(value)
-    if overflow < 0 or n < 0:
-        raise PositionError(
-            f"{what} is {shown(value)}: positions start at 0", p0=value, value=value, limit=0)
-    return <int32_t>n
+    return _position(value, "p0", what, 0)
 
 
 cdef inline int32_t _p1(object value, str what="p1") except -1:
     """Convert the end of a range; ``None`` is the end of the sequence."""
-    cdef int overflow = 0
-    cdef long long n
+    return _position(value, "p1", what, INT32_MAX)
+
+
+cdef inline int32_t _position(object value, str end, str what, int32_t default) except -1:
+    cdef long long n = 0
     if value is None:
-        return INT32_MAX
+        return default
     value = _whole(value, what)
-    n = PyLong_AsLongLongAndOverflow(value, &overflow)
-    if overflow > 0 or n > INT32_MAX:
-        raise P1TooLarge(value)
-    if overflow < 0 or n < 0:
+    if not _is_in(value, 0, INT32_MAX, &n):
+        if value > 0:
+            raise P0TooLarge(value) if end == "p0" else P1TooLarge(value)
         raise PositionError(
-            f"{what} is {shown(value)}: positions start at 0", p1=value, value=value, limit=0)
+            f"{what} is {shown(value)}: positions start at 0", value=value, limit=0, **{end: value})
     return <int32_t>n
 
 
@@ -67,11 +61,9 @@ cdef inline int _range(object p0, object p1, int32_t* a, int32_t* b) except -1:
 
 cdef inline long long _int(object value, str what, long long lo, long long hi) except? -1:
     """Convert an integer in ``[lo, hi]``; ``ValueError`` names the limits."""
-    cdef int overflow = 0
-    cdef long long n
+    cdef long long n = 0
     value = _whole(value, what)
-    n = PyLong_AsLongLongAndOverflow(value, &overflow)
-    if overflow or n < lo or n > hi:
+    if not _is_in(value, lo, hi, &n):
         raise ArgumentError(
             f"{what} is {shown(value)}: it must be in [{lo}, {hi}]",
             what=what, value=value, limit=lo if value < lo else hi)
@@ -80,11 +72,9 @@ cdef inline long long _int(object value, str what, long long lo, long long hi) e
 
 cdef inline int32_t _token(object value, long long n_vocab) except -1:
     """Convert a token of a vocabulary."""
-    cdef int overflow = 0
-    cdef long long n
+    cdef long long n = 0
     value = _whole(value, "token")
-    n = PyLong_AsLongLongAndOverflow(value, &overflow)
-    if overflow or n < 0 or n >= n_vocab:
+    if not _is_in(value, 0, n_vocab - 1, &n):
         raise OutOfRangeError(
             f"token {shown(value)} is outside [0, {n_vocab})",
             what="token", value=value, limit=n_vocab - 1)

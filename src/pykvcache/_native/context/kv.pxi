@@ -111,19 +111,12 @@ def read_regions(list regions, func):
 cdef class Arrays(Cells):
     """Access to the tensors of cells."""
 
-    cdef int part_of(self, str part) except -1:
-        if part not in _PARTS:
-            raise ArgumentError(
-                f"part is {part!r}: it must be one of {', '.join(_PARTS)}",
-                what="part", value=part, limit=tuple(_PARTS))
-        return _PARTS[part]
-
     def tensors(self, str part not None):
         """Return (layer, (type, heads, dim) of keys, the same of values or None) of one part.
 
         For the recurrent part: of the states r and s, each of which a layer may lack.
         """
-        cdef lib.memory_part which = <lib.memory_part>self.part_of(part)
+        cdef lib.memory_part which = _part(part)
         cdef lib.live_tensor a, b
         cdef uint32_t il
         cdef list result = []
@@ -143,7 +136,7 @@ cdef class Arrays(Cells):
     def hadamard(self, str part not None):
         """Return the sizes of the Hadamard matrices applied to K and V; 0 for none."""
         cdef lib.hadamard_facts facts
-        cdef lib.memory_part which = <lib.memory_part>self.part_of(part)
+        cdef lib.memory_part which = _part(part)
         self.lock_read()
         try:
             facts = lib.part_hadamard(self.mem, which)

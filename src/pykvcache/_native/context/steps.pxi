@@ -45,7 +45,6 @@ cdef class Context(Adapted):
         index whose logits are wanted, or -1.
         """
         cdef int32_t width
-        cdef list found
         self.lock_write()
         try:
             if not self.are_as_noted(shares):

@@ -17,15 +17,7 @@ cdef list _one_stream(list streams):
     return [next((cells for cells in streams if len(cells[0])), streams[0])]
 
 
-cdef int _cell_part(part) except -1:
-    """Return the part of this name."""
-    if part == "attention":
-        return lib.PART_ATTENTION
-    if part == "window":
-        return lib.PART_WINDOW
-    raise ArgumentError(
-        f"part is {shown(part)}: it must be attention or window",
-        what="part", value=part, limit=("attention", "window"))
+cdef tuple _CELL_PARTS = ("attention", "window")
 
 
 @cython.final
@@ -252,12 +244,12 @@ cdef class Blocks(State):
     def block_layout(self, part="attention"):
         """Return the `BlockLayout`, which checks blocks without this context."""
         cdef BlockLayout made = BlockLayout.__new__(BlockLayout)
-        cdef int which = _cell_part(part)
+        cdef lib.memory_part which = _part(part, _CELL_PARTS)
         self.lock_read()
         try:
             self.has_states("blocks", True)
             if lib.has_layout(self.mem):
-                made.layout = lib.block_layout_of(self.mem, self.v_trans(), <lib.memory_part>which)
+                made.layout = lib.block_layout_of(self.mem, self.v_trans(), which)
             return made
         finally:
             self.lock.unlock()
@@ -274,7 +266,7 @@ cdef class Blocks(State):
         cdef uint32_t count = _int(n, "n", 1, INT32_MAX)
         cdef uint32_t rest = count if last is None else _int(last, "last", 1, INT32_MAX)
         cdef uint32_t fill
-        cdef int which = _cell_part(part)
+        cdef lib.memory_part which = _part(part, _CELL_PARTS)
         cdef size_t i
         cdef bint v_trans, two = self.two_threads()
         cdef size_t size
@@ -285,7 +277,7 @@ cdef class Blocks(State):
         try:
             self.readable("blocks", seq)
             v_trans = self.v_trans()
-            size = lib.block_layout_of(self.mem, v_trans, <lib.memory_part>which).cell_bytes
+            size = lib.block_layout_of(self.mem, v_trans, which).cell_bytes
             for i in range(<size_t>len(out)):
                 view = out[i]
                 fill = rest if i + 1 == <size_t>len(out) else count
@@ -295,11 +287,11 @@ cdef class Blocks(State):
                         what="out", value=view.shape[0], limit=fill)
                 views.append(view)
                 to.push_back(&view[0] if view.shape[0] else NULL)
-            if not lib.has_part(self.mem, <lib.memory_part>which):
+            if not lib.has_part(self.mem, which):
                 raise UnsupportedOperation("blocks", f"{self.memory_kind} memory has no {part} cells")
             with nogil:
                 code = lib.blocks_write(
-                    self.mem, v_trans, <lib.memory_part>which, seq, begin, count, rest, to, two)
+                    self.mem, v_trans, which, seq, begin, count, rest, to, two)
             if code == lib.CAUGHT:
                 raise _caught_error("blocks")
             if code == lib.BLOCKS_VALUES:

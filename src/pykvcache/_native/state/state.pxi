@@ -1,11 +1,6 @@
 # States: cells of a sequence or context as bytes in llama.cpp's layout.
 
-cdef dict _PART_NAMES = {
-    lib.PART_ATTENTION: "attention",
-    lib.PART_WINDOW: "window",
-    lib.PART_RECURRENT: "recurrent",
-    lib.PART_INDEX: "index",
-}
+cdef dict _PART_NAMES = {part: name for name, part in _PARTS.items()}
 
 # Names of lib.block_kind, in its order.
 cdef tuple _BLOCKS = ("cells", "k", "v", "v_trans", "r", "ple", "s")

@@ -12,6 +12,7 @@ cdef extern from "probe_sampler.h" namespace "pykv" nogil:
     struct grammar_fault:
         string why
         int64_t at
+        vector[string] rules
 
     llama_sampler* sampler_chat_grammar(
         const llama_vocab*, const char* grammar, const char* root, const char* prefix,
@@ -19,7 +20,6 @@ cdef extern from "probe_sampler.h" namespace "pykv" nogil:
     llama_sampler* sampler_clone(const llama_sampler*)
     int32_t sampler_reset(llama_sampler*)
     int32_t find_grammar_fault(const llama_vocab*, const char* grammar, grammar_fault& fault)
-    int32_t grammar_rule_name(const llama_vocab*, const char* grammar, uint32_t index, string& name)
 
 
 cdef extern from "stages.h" namespace "pykv" nogil:

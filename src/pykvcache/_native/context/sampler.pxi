@@ -189,7 +189,6 @@ cdef class Sampler:
         cdef lib.grammar_fault fault
         cdef string prefix
         cdef vector[string] triggers
-        cdef string name
         fault.at = -1
         if self.model.vocab_type == 0:
             raise UnsupportedOperation("Sampler", "a grammar needs a vocabulary, and the model has none")
@@ -213,10 +212,8 @@ cdef class Sampler:
                 raise _caught_error("grammar")
             why = _text(lib.caught()) or notes
             if "left recursion" in why:
-                index = int(why.rpartition(" ")[2])
-                if lib.grammar_rule_name(self.model.vocab, text, index, name) == lib.CAUGHT:
-                    raise _caught_error("grammar")
-                why = f"rule '{_text(name)}' can begin with itself (left recursion)"
+                name = _text(fault.rules.at(<size_t>int(why.rpartition(" ")[2])))
+                why = f"rule '{name}' can begin with itself (left recursion)"
             elif "does not contain" in why:
                 why = f"there is no rule '{root.decode()}' (grammar_root)"
             raise GrammarError(f"the grammar cannot be used: {why}")

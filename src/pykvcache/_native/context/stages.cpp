@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <memory>
 #include <stdexcept>
 
+#include "own_sampler.h"
 
 namespace pykv {
 
@@ -14,28 +14,6 @@ namespace {
 constexpr int32_t ANY_VOCAB = INT32_MAX;
 // A logit this far below the largest has a probability of nearly 0 in float32.
 constexpr float NO_CHANCE = 80;
-
-// Makes a sampler of a copyable object with `apply(candidates)` and `accept(token)`.
-template <class Stage> struct own_sampler {
-    static Stage & of(const llama_sampler * self) { return *static_cast<Stage *>(self->ctx); }
-
-    static llama_sampler * make(Stage stage) {
-        static llama_sampler_i calls = [] {
-            llama_sampler_i i{};
-            i.name = [](const llama_sampler *) { return Stage::name; };
-            i.accept = [](llama_sampler * self, llama_token token) { of(self).accept(token); };
-            i.apply = [](llama_sampler * self, llama_token_data_array * found) { of(self).apply(*found); };
-            i.reset = [](llama_sampler * self) { of(self).reset(); };
-            i.clone = [](const llama_sampler * self) { return make(of(self)); };
-            i.free = [](llama_sampler * self) { delete &of(self); };
-            return i;
-        }();
-        auto                  owned = std::make_unique<Stage>(std::move(stage));
-        llama_sampler * const made = llama_sampler_init(&calls, owned.get());
-        owned.release();  // the sampler frees it
-        return made;
-    }
-};
 
 // Drops excluded tokens, which llama.cpp's XTC and typical sampling would count and could choose.
 struct possible_stage {

@@ -9,6 +9,7 @@
 
 #include "llama-cpp.h"
 #include "llama-grammar.h"
+#include "own_sampler.h"
 
 namespace pykv {
 
@@ -111,6 +112,7 @@ double most_ways(const llama_grammar_rules & rules) {
 
 // Bounds lazy grammars: llama.cpp keeps all text before the trigger and searches it again after each token.
 struct chat_grammar {
+    static constexpr const char * name = "chat-grammar";
     static constexpr size_t TEXT_MAX = 1024;
     static constexpr size_t TEXT_KEPT = 256;  // longer than any trigger
 
@@ -123,7 +125,17 @@ struct chat_grammar {
     };
     std::unique_ptr<llama_grammar, free_grammar> grammar;
 
-    void begin() {
+    chat_grammar(const llama_vocab * v, const char * t, const char * r, const char * p,
+                 const std::vector<std::string> & found)
+        : vocab(v), text(t), root(r), prefix(p), triggers(found) {
+        reset();
+    }
+    chat_grammar(chat_grammar &&) = default;
+    chat_grammar(const chat_grammar & other)
+        : vocab(other.vocab), text(other.text), root(other.root), prefix(other.prefix), triggers(other.triggers),
+          grammar(llama_grammar_clone_impl(*other.grammar)) {}
+
+    void reset() {
         std::vector<const char *> patterns;
         for (const auto & trigger : triggers) {
             patterns.push_back(trigger.c_str());
@@ -134,6 +146,8 @@ struct chat_grammar {
             llama_grammar_accept_str(*grammar, prefix);
         }
     }
+
+    void apply(llama_token_data_array & found) { llama_grammar_apply_impl(*grammar, &found); }
 
     void accept(llama_token token) {
         llama_grammar_accept_impl(*grammar, token);
@@ -161,46 +175,13 @@ struct chat_grammar {
     }
 };
 
-chat_grammar & chat_grammar_of(const llama_sampler * sampler) {
-    return *static_cast<chat_grammar *>(sampler->ctx);
-}
-
-llama_sampler * chat_sampler(std::unique_ptr<chat_grammar> it);
-
-llama_sampler_i chat_grammar_calls() {
-    llama_sampler_i calls{};
-    calls.name = [](const llama_sampler *) { return "chat-grammar"; };
-    calls.accept = [](llama_sampler * self, llama_token token) { chat_grammar_of(self).accept(token); };
-    calls.apply = [](llama_sampler * self, llama_token_data_array * found) {
-        llama_grammar_apply_impl(*chat_grammar_of(self).grammar, found);
-    };
-    calls.reset = [](llama_sampler * self) { chat_grammar_of(self).begin(); };
-    calls.clone = [](const llama_sampler * self) {
-        const chat_grammar & from = chat_grammar_of(self);
-        auto it = std::make_unique<chat_grammar>(
-            chat_grammar{from.vocab, from.text, from.root, from.prefix, from.triggers, nullptr});
-        it->grammar.reset(llama_grammar_clone_impl(*from.grammar));
-        return chat_sampler(std::move(it));
-    };
-    calls.free = [](llama_sampler * self) { delete &chat_grammar_of(self); };
-    return calls;
-}
-
-llama_sampler * chat_sampler(std::unique_ptr<chat_grammar> it) {
-    static llama_sampler_i calls = chat_grammar_calls();
-    llama_sampler * const  made = llama_sampler_init(&calls, it.get());
-    it.release();  // the sampler frees it
-    return made;
-}
-
 }  // namespace
 
 llama_sampler * sampler_chat_grammar(const llama_vocab * vocab, const char * grammar, const char * root, const char * prefix,
                                      const std::vector<std::string> & triggers) noexcept {
     return guarded<llama_sampler *>(nullptr, [&] {
-        auto it = std::make_unique<chat_grammar>(chat_grammar{vocab, grammar, root, prefix, triggers, nullptr});
-        it->begin();
-        return it->grammar ? chat_sampler(std::move(it)) : nullptr;
+        chat_grammar it(vocab, grammar, root, prefix, triggers);
+        return it.grammar ? own_sampler<chat_grammar>::make(std::move(it)) : nullptr;
     });
 }
 
@@ -235,24 +216,16 @@ int32_t find_grammar_fault(const llama_vocab * vocab, const char * grammar, gram
         if (places.empty()) {
             fault.why = "there is no rule in it";
         }
+        fault.rules.resize(parser.rules.size());
+        for (const auto & [symbol, id] : parser.symbol_ids) {
+            if (id < fault.rules.size()) {
+                // Parenthesised groups become "name_7"; names in the text have no underscore.
+                fault.rules[id] = symbol.substr(0, symbol.find('_'));
+            }
+        }
         find_undefined(parser, text, places, fault);
         if (fault.why.empty() && most_ways(parser.rules) > WAYS_MAX) {
             fault.why = "repeated parts that may be empty are nested too deeply";
-        }
-    });
-}
-
-int32_t grammar_rule_name(const llama_vocab * vocab, const char * grammar, uint32_t index, std::string & name) noexcept {
-    return guarded_void([&] {
-        llama_grammar_parser parser(vocab);
-        for (const char * pos = skip_space(grammar); *pos;) {
-            pos = parser.parse_rule(pos);
-        }
-        for (const auto & [symbol, id] : parser.symbol_ids) {
-            if (id == index) {
-                // Parenthesised groups become "name_7"; names in the text have no underscore.
-                name = symbol.substr(0, symbol.find('_'));
-            }
         }
     });
 }

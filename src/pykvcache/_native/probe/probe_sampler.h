@@ -20,11 +20,10 @@ int32_t sampler_reset(llama_sampler * sampler) noexcept;
 struct grammar_fault {
     std::string why;  // "" if it can be parsed
     int64_t     at = -1;  // byte offset, -1 if unknown
+    std::vector<std::string> rules;  // the text's name for each rule that the parser made
 };
 
 // Finds the error that llama.cpp only prints to stderr. CAUGHT on failure.
 int32_t find_grammar_fault(const llama_vocab * vocab, const char * grammar, grammar_fault & fault) noexcept;
-// The text's rule for which the parser made a rule; "" if none.
-int32_t grammar_rule_name(const llama_vocab * vocab, const char * grammar, uint32_t index, std::string & name) noexcept;
 
 }  // namespace pykv

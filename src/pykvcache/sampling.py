@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -39,24 +40,120 @@ StageCall: TypeAlias = Callable[
     [npt.NDArray[np.int32], npt.NDArray[np.float32]], "npt.NDArray[Any] | None"
 ]
 
-#: The stages, in llama.cpp's order.
-_ORDER = (
-    "penalties",
-    "dry",
-    "top_n_sigma",
-    "top_k",
-    "typical_p",
-    "top_p",
-    "min_p",
-    "xtc",
-    "temperature",
-)
 #: Texts that end a repetition for DRY, as in llama.cpp.
 DRY_BREAKERS = ("\n", ":", '"', "*")
 
 #: ``LLAMA_DEFAULT_SEED``, for which llama.cpp draws a random seed.
 RANDOM_SEED = 0xFFFFFFFF
 INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A number in [low, high] that a sampler takes; None only if that is the default."""
+
+    default: float | None
+    low: float
+    high: float
+    #: Whether `repr` shows the default, too.
+    is_shown: bool = False
+
+    @property
+    def kind(self) -> type[int] | type[float]:
+        """The type of its values."""
+        return int if isinstance(self.default, int) else float
+
+    def checked(self, name: str, value: Any) -> float | None:
+        """Return a value of this setting; raise if it is out of range or of another type."""
+        if type(value) is type(self.default) and value == self.default:
+            return self.default
+        if self.kind is int:
+            return as_int(value, name, int(self.low), int(self.high))
+        return as_float(value, name, self.low, self.high)
+
+
+#: The numbers of `Sampler`, whose signature has the same defaults.
+SETTINGS = {
+    "temperature": Setting(0.8, 0.0, 1e4, is_shown=True),
+    "top_k": Setting(40, 0, INT32_MAX, is_shown=True),
+    "top_p": Setting(0.95, 0.0, 1.0, is_shown=True),
+    "min_p": Setting(0.05, 0.0, 1.0, is_shown=True),
+    "repeat_penalty": Setting(1.0, 1e-6, 1e6, is_shown=True),
+    "frequency_penalty": Setting(0.0, -1e6, 1e6, is_shown=True),
+    "presence_penalty": Setting(0.0, -1e6, 1e6, is_shown=True),
+    "penalty_last_n": Setting(64, 0, 2**20, is_shown=True),
+    "typical_p": Setting(1.0, 1e-6, 1.0),
+    "top_n_sigma": Setting(0.0, 0.0, 1e6),
+    "xtc_probability": Setting(0.0, 0.0, 1.0),
+    "xtc_threshold": Setting(0.1, 0.0, 1.0),
+    "dry_multiplier": Setting(0.0, 0.0, 1e6),
+    "dry_base": Setting(1.75, 1.0, 1e6),
+    "dry_allowed_length": Setting(2, 0, 2**20),
+    "dry_last_n": Setting(1024, 0, 2**20),
+    "mirostat": Setting(0, 0, 2),
+    "mirostat_tau": Setting(5.0, 0.0, 1e4),
+    "mirostat_eta": Setting(0.1, 0.0, 1e4),
+    "adaptive_target": Setting(None, 0.0, 1.0),
+    "adaptive_decay": Setting(0.9, 0.0, 0.99),
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage: its settings as ``context/stages.cpp`` takes them, and when it has an effect."""
+
+    settings: tuple[str, ...]
+    is_on: Callable[[Mapping[str, Any]], object]
+    #: Whether it acts at temperature 0, too.
+    if_greedy: bool = False
+    #: Whether it acts before Mirostat, too.
+    if_mirostat: bool = False
+    #: Whether excluded tokens must be dropped before it, which would count and could be chosen.
+    counts_excluded: bool = False
+
+
+#: The stages in llama.cpp's order.
+STAGES = {
+    "penalties": Stage(
+        ("penalty_last_n", "repeat_penalty", "frequency_penalty", "presence_penalty"),
+        lambda s: (
+            s["penalty_last_n"]
+            and (s["repeat_penalty"] != 1 or s["frequency_penalty"] or s["presence_penalty"])
+        ),
+        if_greedy=True,
+        if_mirostat=True,
+    ),
+    "dry": Stage(
+        ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_last_n"),
+        lambda s: s["dry_multiplier"] and s["dry_last_n"],
+        if_greedy=True,
+        if_mirostat=True,
+    ),
+    "top_n_sigma": Stage(("top_n_sigma",), lambda s: s["top_n_sigma"]),
+    "top_k": Stage(("top_k",), lambda s: s["top_k"]),
+    "typical_p": Stage(("typical_p",), lambda s: s["typical_p"] < 1, counts_excluded=True),
+    "top_p": Stage(("top_p",), lambda s: s["top_p"] < 1),
+    "min_p": Stage(("min_p",), lambda s: s["min_p"]),
+    "xtc": Stage(
+        ("xtc_probability", "xtc_threshold", "seed"),
+        lambda s: s["xtc_probability"],
+        counts_excluded=True,
+    ),
+    "temperature": Stage(("temperature",), lambda s: True, if_mirostat=True),
+}
+
+#: A stage as the compiled layer takes it: its name and those of its settings, or a call.
+NativeStage: TypeAlias = tuple["str | StageCall", tuple[str, ...]]
+
+#: The last stage, which chooses, by `mirostat`.
+_CHOICES: tuple[NativeStage, ...] = (
+    ("dist", ("seed",)),
+    ("mirostat_1", ("n_vocab", "seed", "mirostat_tau", "mirostat_eta")),
+    ("mirostat_2", ("seed", "mirostat_tau", "mirostat_eta")),
+)
+_GREEDY: NativeStage = ("greedy", ())
+_POSSIBLE: NativeStage = ("possible", ())
+_ADAPTIVE: NativeStage = ("adaptive", ("adaptive_target", "adaptive_decay"))
 
 
 class HasContext(Protocol):
@@ -186,6 +283,7 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
         chat_format: ChatFormat | None = None,
         model: LlamaModel | None = None,
     ) -> None:
+        arguments = locals()
         native_model = None if model is None else _native(model, "model", lib.Model)
         given = {"grammar": grammar, "json_schema": json_schema, "chat_format": chat_format}
         names = [name for name, value in given.items() if value is not None]
@@ -220,41 +318,19 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
             check_grammar(grammar)
         self._model = model
         self._params: dict[str, Any] = {
-            "temperature": as_float(temperature, "temperature", 0.0, 1e4),
-            "top_k": as_int(top_k, "top_k", 0, INT32_MAX),
-            "top_p": as_float(top_p, "top_p", 0.0, 1.0),
-            "min_p": as_float(min_p, "min_p", 0.0, 1.0),
-            "repeat_penalty": as_float(repeat_penalty, "repeat_penalty", 1e-6, 1e6),
-            "frequency_penalty": as_float(frequency_penalty, "frequency_penalty", -1e6, 1e6),
-            "presence_penalty": as_float(presence_penalty, "presence_penalty", -1e6, 1e6),
-            "penalty_last_n": as_int(penalty_last_n, "penalty_last_n", 0, 2**20),
-            "typical_p": as_float(typical_p, "typical_p", 1e-6, 1.0),
-            "top_n_sigma": as_float(top_n_sigma, "top_n_sigma", 0.0, 1e6),
-            "xtc_probability": as_float(xtc_probability, "xtc_probability", 0.0, 1.0),
-            "xtc_threshold": as_float(xtc_threshold, "xtc_threshold", 0.0, 1.0),
-            "dry_multiplier": as_float(dry_multiplier, "dry_multiplier", 0.0, 1e6),
-            "dry_base": as_float(dry_base, "dry_base", 1.0, 1e6),
-            "dry_allowed_length": as_int(dry_allowed_length, "dry_allowed_length", 0, 2**20),
-            "dry_last_n": as_int(dry_last_n, "dry_last_n", 0, 2**20),
+            **{name: one.checked(name, arguments[name]) for name, one in SETTINGS.items()},
             "dry_sequence_breakers": _breakers(dry_sequence_breakers),
-            "mirostat": as_int(mirostat, "mirostat", 0, 2),
-            "mirostat_tau": as_float(mirostat_tau, "mirostat_tau", 0.0, 1e4),
-            "mirostat_eta": as_float(mirostat_eta, "mirostat_eta", 0.0, 1e4),
-            "adaptive_target": None
-            if adaptive_target is None
-            else as_float(adaptive_target, "adaptive_target", 0.0, 1.0),
-            "adaptive_decay": as_float(adaptive_decay, "adaptive_decay", 0.0, 0.99),
             "stages": _stages(stages),
             "seed": _seed(seed),
             "logit_bias": _bias(logit_bias),
             "grammar": grammar,
             "grammar_root": grammar_root,
         }
-        wanted = native_stages(self._params)
-        for what, is_used in (("dry_multiplier", "dry" in wanted), ("mirostat", mirostat == 1)):
-            if is_used and model is None:
+        self._native_stages = native_stages(self._params)
+        for what, stage in (("dry_multiplier", "dry"), ("mirostat", "mirostat_1")):
+            if model is None and any(stage == one for one, _ in self._native_stages):
                 raise ArgumentError(f"{what} needs model=: it is made for one vocabulary", "model")
-        self._native = lib.Sampler(self._params | {"native_stages": wanted}, native_model, begin)
+        self._native = lib.Sampler(self._params, self._native_stages, native_model, begin)
 
     @property
     def native(self) -> lib.Sampler:
@@ -346,7 +422,7 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
         clone.__dict__.update(self.__dict__)
         if seed is not None:
             clone._params = dict(self._params, seed=_seed(seed))
-        clone._native = self._native.clone(clone._params)
+        clone._native = self._native.clone(clone._params, self._native_stages, seed is not None)
         return clone
 
     def with_format(self, chat_format: ChatFormat, model: LlamaModel) -> Sampler:
@@ -397,20 +473,8 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
 #: Settings that are shown only if they differ from these.
 _SHOWN = object()
 _QUIET: dict[str, object] = {
-    "typical_p": 1.0,
-    "top_n_sigma": 0.0,
-    "xtc_probability": 0.0,
-    "xtc_threshold": 0.1,
-    "dry_multiplier": 0.0,
-    "dry_base": 1.75,
-    "dry_allowed_length": 2,
-    "dry_last_n": 1024,
+    **{name: one.default for name, one in SETTINGS.items() if not one.is_shown},
     "dry_sequence_breakers": DRY_BREAKERS,
-    "mirostat": 0,
-    "mirostat_tau": 5.0,
-    "mirostat_eta": 0.1,
-    "adaptive_target": None,
-    "adaptive_decay": 0.9,
     "stages": None,
 }
 _SHORT = reprlib.Repr()
@@ -439,31 +503,30 @@ def check_sampler(sampler: object) -> Sampler:
     return cast(Sampler, sampler)
 
 
-def native_stages(params: Mapping[str, Any]) -> tuple[str | StageCall, ...]:
-    """Return the stages that have an effect, in order."""
-    wanted = _ORDER if params["stages"] is None else params["stages"]
-    is_greedy = params["temperature"] == 0
-    if is_greedy or (params["mirostat"] and params["stages"] is None):
-        kept = ("penalties", "dry") if is_greedy else ("penalties", "dry", "temperature")
-        wanted = [one for one in wanted if callable(one) or one in kept]
-    penalises = params["penalty_last_n"] and (
-        params["repeat_penalty"] != 1 or params["frequency_penalty"] or params["presence_penalty"]
-    )
-    is_on = {
-        "penalties": penalises,
-        "dry": params["dry_multiplier"] and params["dry_last_n"],
-        "top_n_sigma": params["top_n_sigma"],
-        "top_k": params["top_k"],
-        "typical_p": params["typical_p"] < 1,
-        "top_p": params["top_p"] < 1,
-        "min_p": params["min_p"],
-        "xtc": params["xtc_probability"],
-        "temperature": True,
-    }
-    found = [one for one in wanted if callable(one) or is_on[one]]
-    if params["adaptive_target"] is not None and not is_greedy and not params["mirostat"]:
-        found.append("adaptive")
-    return tuple(found)
+def native_stages(params: Mapping[str, Any]) -> list[NativeStage]:
+    """Return the stages that have an effect, in order; the last one chooses."""
+    is_greedy, mirostat = params["temperature"] == 0, params["mirostat"]
+    found: list[NativeStage] = []
+    for one in STAGES if params["stages"] is None else params["stages"]:
+        if callable(one):
+            found.append((one, ()))
+            continue
+        stage = STAGES[one]
+        if is_greedy:
+            is_wanted = stage.if_greedy
+        else:
+            is_wanted = stage.if_mirostat or not mirostat or params["stages"] is not None
+        if is_wanted and stage.is_on(params):
+            if stage.counts_excluded:
+                found.append(_POSSIBLE)
+            found.append((one, stage.settings))
+    if is_greedy:
+        return [*found, _GREEDY]
+    if mirostat:
+        found.append(_POSSIBLE)
+    elif params["adaptive_target"] is not None:
+        found.append(_ADAPTIVE)
+    return [*found, _CHOICES[mirostat]]
 
 
 def _stages(given: Sequence[str | StageCall] | None) -> tuple[str | StageCall, ...] | None:
@@ -477,9 +540,9 @@ def _stages(given: Sequence[str | StageCall] | None) -> tuple[str | StageCall, .
             continue
         if not isinstance(one, str):
             raise TypeError(f"a stage must be a name or a call, not {type(one).__name__}")
-        if one not in _ORDER:
+        if one not in STAGES:
             raise ArgumentError(
-                f"{one!r} is not a stage: use {', '.join(_ORDER)} or calls", "stages", one
+                f"{one!r} is not a stage: use {', '.join(STAGES)} or calls", "stages", one
             )
         if one in found[:i]:
             raise ArgumentError(f"stages names {one!r} twice", "stages", one)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from binding.kit import with_keys, words
 from pykvcache import LlamaContext, LlamaModel, Sampler
 from pykvcache.errors import ClosedError, ModelLoadError, OutputNotFinite
+from pykvcache.sampling import SETTINGS
 from support.models import make_model
 
 NAN, INF = float("nan"), float("inf")
@@ -27,6 +29,13 @@ RANGES = {
     "seed": (-1, 2**32 - 2),
 }
 INTEGERS = ["top_k", "penalty_last_n", "seed"]
+
+
+def test_the_signature_has_the_defaults_of_the_table() -> None:
+    parameters = inspect.signature(Sampler).parameters
+    assert {name: parameters[name].default for name in SETTINGS} == {
+        name: one.default for name, one in SETTINGS.items()
+    }
 
 
 @pytest.fixture

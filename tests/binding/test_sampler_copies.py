@@ -59,6 +59,29 @@ def test_a_copy_draws_what_the_original_draws(
         assert draw(ahead, ctx, 20) == draw(again, ctx, 20)
 
 
+def test_a_new_seed_restarts_every_random_stage(ctx: LlamaContext) -> None:
+    options: dict[str, Any] = HOT | {"xtc_probability": 0.5, "xtc_threshold": 0.0}
+    for more in ({}, {"mirostat": 2}, {"stages": ["xtc", "temperature"]}):
+        one = Sampler(**options, **more, seed=1)
+        draw(one, ctx, 5)
+        for seed in (1, 7):
+            fresh = Sampler(**options, **more, seed=seed)
+            assert draw(one.clone(seed=seed), ctx, 20) == draw(fresh, ctx, 20)
+
+
+def test_a_drawn_seed_is_another_one(ctx: LlamaContext) -> None:
+    one = Sampler(**HOT)
+    assert draw(one.clone(seed=-1), ctx, 20) != draw(one.clone(seed=-1), ctx, 20)
+
+
+def test_a_new_seed_keeps_the_history(ctx: LlamaContext) -> None:
+    order = np.argsort(-ctx.logits()).tolist()
+    for stages in (None, ["top_k", "penalties", "xtc", "temperature"]):
+        one = Sampler(temperature=1e-3, presence_penalty=1e5, seed=1, stages=stages, top_k=20)
+        assert draw(one, ctx, 3) == order[:3]
+        assert draw(one.clone(seed=2), ctx, 2) == order[3:5]
+
+
 def test_a_copy_has_independent_penalties(
     duplicate: Callable[[Sampler], Sampler], ctx: LlamaContext
 ) -> None:

@@ -279,6 +279,21 @@ def test_requests_use_calls(stories: LlamaModel) -> None:
             assert inner.finish_reason == "length" or isinstance(inner.error, ReentryError)
 
 
+def test_the_exception_of_a_stage_reaches_its_own_request(stories: LlamaModel) -> None:
+    calls: list[str] = []
+
+    def fails(ids: Any, values: Any) -> None:
+        calls.append(f"call {len(calls)}")
+        if len(calls) > 6:  # one step chooses for all three
+            raise ValueError(calls[-1])
+
+    sampler = Sampler(temperature=0.5, stages=[fails], seed=1)
+    with LlamaContext(stories, n_ctx=512, n_seq_max=4) as ctx, BatchGenerator(ctx) as generator:
+        handles = generator.submit("Once upon a time", 5, sampler, n=3)
+        generator.run()
+        assert [str(handle.error) for handle in handles] == calls[6:]
+
+
 # Arguments ----------------------------------------------------------------------------------------
 
 

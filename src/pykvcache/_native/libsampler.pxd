@@ -1,6 +1,6 @@
 # Our C++ around llama.cpp's samplers; a part of ``lib``.
 
-from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.stdint cimport int32_t, int64_t
 from libcpp cimport bool
 from libcpp.string cimport string
 from libcpp.vector cimport vector
@@ -23,43 +23,7 @@ cdef extern from "probe_sampler.h" namespace "pykv" nogil:
 
 
 cdef extern from "stages.h" namespace "pykv" nogil:
-    enum stage_kind:
-        STAGE_PENALTIES
-        STAGE_DRY
-        STAGE_TOP_N_SIGMA
-        STAGE_TOP_K
-        STAGE_TYPICAL_P
-        STAGE_TOP_P
-        STAGE_MIN_P
-        STAGE_XTC
-        STAGE_TEMPERATURE
-        STAGE_ADAPTIVE
-
-    cppclass sampler_settings:
-        int32_t penalty_last_n
-        float repeat_penalty
-        float frequency_penalty
-        float presence_penalty
-        int32_t top_k
-        float top_p
-        float min_p
-        float temperature
-        bool greedy
-        uint32_t seed
-        float typical_p
-        float top_n_sigma
-        float xtc_probability
-        float xtc_threshold
-        float dry_multiplier
-        float dry_base
-        int32_t dry_allowed_length
-        int32_t dry_last_n
-        int32_t mirostat
-        float mirostat_tau
-        float mirostat_eta
-        int32_t n_vocab
-        float adaptive_target
-        float adaptive_decay
+    cppclass dry_words:
         const llama_vocab* vocab
         vector[string] breakers
 
@@ -67,10 +31,10 @@ cdef extern from "stages.h" namespace "pykv" nogil:
     ctypedef void (*stage_hold)(void* self, bool is_kept) noexcept
 
     llama_sampler* sampler_chain()
-    llama_sampler* sampler_penalties(const sampler_settings&)
-    llama_sampler* sampler_choice(const sampler_settings&)
-    int32_t sampler_add(llama_sampler* chain, stage_kind, const sampler_settings&)
-    int32_t sampler_add_call(llama_sampler* chain, void* self, stage_call, stage_hold)
+    llama_sampler* sampler_made(const string& name, const vector[double]& settings, const dry_words&)
+    llama_sampler* sampler_made_of_call(void* self, stage_call, stage_hold)
+    bool sampler_is_plain(const string& name)
+    int32_t sampler_add(llama_sampler* chain, llama_sampler* stage)
 
 
 cdef extern from "choice.h" namespace "pykv" nogil:

@@ -5,20 +5,6 @@ cdef enum:
     PIECE_MAX = 2048
 
 
-cdef dict _STAGES = {
-    "penalties": lib.STAGE_PENALTIES,
-    "dry": lib.STAGE_DRY,
-    "top_n_sigma": lib.STAGE_TOP_N_SIGMA,
-    "top_k": lib.STAGE_TOP_K,
-    "typical_p": lib.STAGE_TYPICAL_P,
-    "top_p": lib.STAGE_TOP_P,
-    "min_p": lib.STAGE_MIN_P,
-    "xtc": lib.STAGE_XTC,
-    "temperature": lib.STAGE_TEMPERATURE,
-    "adaptive": lib.STAGE_ADAPTIVE,
-}
-
-
 cdef class _Call:
     """A Python stage, and the exception that it raised."""
 
@@ -73,6 +59,8 @@ cdef class Sampler:
     cdef shared_ptr[lib.llama_model] model_ref
     cdef vector[lib.llama_token_data] candidates
     cdef dict params
+    # The samplers of params["stages"], which `it` owns.
+    cdef vector[lib.llama_sampler*] stages
     # Python stages.
     cdef list calls
     # Highest token of the bias; -1 without a bias.
@@ -82,8 +70,9 @@ cdef class Sampler:
     # Whether a call is choosing a token; a Python stage may let another thread run.
     cdef bint is_in_use
 
-    def __cinit__(self, dict params not None, Model model, tuple begin=None, Sampler source=None):
-        cdef lib.sampler_settings s
+    def __cinit__(
+            self, dict params not None, list stages not None, Model model, tuple begin=None,
+            Sampler source=None, bint restarts=False):
         self.params = params
         self.calls = []
         self.it.temperature = params["temperature"]
@@ -93,19 +82,18 @@ cdef class Sampler:
             self.last_bias = max(self.last_bias, <int32_t>token)
         self.model = model
         if source is not None:
-            self.take(source)
-            return
-        if model is not None:
+            self.model_ref = source.model_ref
+            self.n_vocab = source.n_vocab
+            self.it.grammar = _copied(source.it.grammar)
+        elif model is not None:
             model.check_open()
             self.n_vocab = model.n_vocab
             self.check_bias(model.n_vocab)
-        s = _settings(params)
-        if params["grammar"] is not None:
+        if source is None and params["grammar"] is not None:
             if model is None:
                 raise ArgumentError("a grammar needs a model", what="model")
             self.parse(params["grammar"].encode(), params["grammar_root"].encode(), begin)
-        self.add_stages(s, params["native_stages"])
-        self.it.choice = _made(lib.sampler_choice(s))
+        self.add_stages(stages, source, restarts)
 
     cdef int check_unused(self) except -1:
         """Refuse a call from within a stage, or from another thread while a stage runs."""
@@ -122,55 +110,56 @@ cdef class Sampler:
         self.is_in_use = False
         return code
 
-    cdef int add_stages(self, lib.sampler_settings& s, tuple stages) except -1:
-        """Make the stages between grammar and choice; leading penalties are kept separate."""
-        cdef int32_t code
-        if "dry" in stages:
-            if self.model.vocab_type == 0:
-                raise UnsupportedOperation("Sampler", "DRY needs a vocabulary, and the model has none")
-            self.model_ref = self.model.share()
-            s.vocab = self.model.vocab
-            for text in self.params["dry_sequence_breakers"]:
-                s.breakers.push_back(text.encode("utf-8", "surrogatepass"))
-        if s.mirostat == 1:
-            s.n_vocab = self.model.n_vocab
-        if stages and stages[0] == "penalties":
-            self.it.penalties = _made(lib.sampler_penalties(s))
-            stages = stages[1:]
-        if stages:
-            self.it.cuts = _made(lib.sampler_chain())
-        for stage in stages:
-            if callable(stage):
+    cdef int add_stages(self, list stages, Sampler source, bint restarts) except -1:
+        """Make the stages after the grammar, or copy those of `source` with their history.
+
+        A stage is a name and its settings' names, or a call; the last one chooses. Leading penalties are
+        kept separate. With `restarts`, stages with a seed are made anew.
+        """
+        cdef lib.dry_words words
+        cdef lib.llama_sampler* one
+        cdef Py_ssize_t i, last = len(stages) - 1
+        if last < 0 or (source is not None and source.stages.size() != <size_t>len(stages)):
+            raise ArgumentError(f"{len(stages)} stages are not a sampler's", what="stages", value=len(stages))
+        for i, (stage, settings) in enumerate(stages):
+            is_call = callable(stage)
+            if is_call:
+                # A box of its own also for a copy, so that each finds its own exception.
                 box = _Call(stage)
                 self.calls.append(box)
-                self.it.has_call = True
-                code = lib.sampler_add_call(self.it.cuts, <void*>box, _call_stage, _hold_stage)
+                one = _made(lib.sampler_made_of_call(<void*>box, _call_stage, _hold_stage))
+            elif source is not None and not (restarts and "seed" in settings):
+                one = _copied(source.stages[i])
             else:
-                code = lib.sampler_add(self.it.cuts, <lib.stage_kind><int32_t>_STAGES[stage], s)
-            if code == lib.CAUGHT:
-                raise _caught_error("Sampler")
-            if callable(stage) or stage in ("penalties", "dry", "typical_p", "xtc", "adaptive"):
-                self.it.is_narrowed_further = True
+                if stage == "dry":
+                    self.take_words(words)
+                one = _made(lib.sampler_made(stage.encode(), self.values_of(settings), words))
+            if i == last:
+                self.it.choice = one
+            elif i == 0 and stage == "penalties":
+                self.it.penalties = one
+            else:
+                if self.it.cuts == NULL:
+                    self.it.cuts = _made(lib.sampler_chain())
+                if lib.sampler_add(self.it.cuts, one) == lib.CAUGHT:
+                    raise _caught_error("Sampler")
+                if is_call or not lib.sampler_is_plain(stage.encode()):
+                    self.it.is_narrowed_further = True
+            self.stages.push_back(one)
+        self.it.has_call = bool(self.calls)
         return 0
 
-    cdef int take(self, Sampler source) except -1:
-        """Copy the stages of another sampler with their history."""
-        cdef lib.sampler_settings s
-        self.model_ref = source.model_ref
-        self.n_vocab = source.n_vocab
-        self.it.grammar = _copied(source.it.grammar)
-        self.it.penalties = _copied(source.it.penalties)
-        self.it.cuts = _copied(source.it.cuts)
-        self.it.has_call = source.it.has_call
-        self.it.is_narrowed_further = source.it.is_narrowed_further
-        self.calls = source.calls
-        if self.params["seed"] == source.params["seed"]:
-            self.it.choice = _copied(source.it.choice)
-        else:
-            s = _settings(self.params)
-            if s.mirostat == 1:
-                s.n_vocab = self.model.n_vocab
-            self.it.choice = _made(lib.sampler_choice(s))
+    cdef vector[double] values_of(self, tuple settings) except *:
+        return [self.model.n_vocab if one == "n_vocab" else self.params[one] for one in settings]
+
+    cdef int take_words(self, lib.dry_words& words) except -1:
+        """Fill in what DRY needs of the model."""
+        if self.model.vocab_type == 0:
+            raise UnsupportedOperation("Sampler", "DRY needs a vocabulary, and the model has none")
+        self.model_ref = self.model.share()
+        words.vocab = self.model.vocab
+        for text in self.params["dry_sequence_breakers"]:
+            words.breakers.push_back(text.encode("utf-8", "surrogatepass"))
         return 0
 
     cdef int check_pieces(self) except -1:
@@ -237,9 +226,9 @@ cdef class Sampler:
                 or lib.sampler_reset(self.it.choice) == lib.CAUGHT):
             raise _caught_error("reset")
 
-    def clone(self, dict params not None):
-        """Return a copy with its history and grammar state, optionally with another seed."""
-        return Sampler.__new__(Sampler, params, self.model, None, self)
+    def clone(self, dict params not None, list stages not None, bint restarts):
+        """Return a copy with its history and grammar state; with `restarts`, random numbers begin anew."""
+        return Sampler.__new__(Sampler, params, stages, self.model, None, self, restarts)
 
     def accept(self, token, Model model, bint grammar):
         """Accept a token that was not sampled here; all or nothing."""
@@ -367,36 +356,6 @@ cdef class Sampler:
             return DecodeError("no token is left: logits, logit_bias and penalties exclude them all")
         return DecodeError(
             "the grammar allows no further token" + (" with this logit_bias" if self.it.bias.size() else ""))
-
-
-cdef lib.sampler_settings _settings(dict params):
-    cdef lib.sampler_settings s
-    s.penalty_last_n = params["penalty_last_n"]
-    s.repeat_penalty = params["repeat_penalty"]
-    s.frequency_penalty = params["frequency_penalty"]
-    s.presence_penalty = params["presence_penalty"]
-    s.top_k = params["top_k"]
-    s.top_p = params["top_p"]
-    s.min_p = params["min_p"]
-    s.temperature = params["temperature"]
-    s.greedy = params["temperature"] == 0
-    s.typical_p = params["typical_p"]
-    s.top_n_sigma = params["top_n_sigma"]
-    s.xtc_probability = params["xtc_probability"]
-    s.xtc_threshold = params["xtc_threshold"]
-    s.dry_multiplier = params["dry_multiplier"]
-    s.dry_base = params["dry_base"]
-    s.dry_allowed_length = params["dry_allowed_length"]
-    s.dry_last_n = params["dry_last_n"]
-    s.mirostat = params["mirostat"]
-    s.mirostat_tau = params["mirostat_tau"]
-    s.mirostat_eta = params["mirostat_eta"]
-    s.n_vocab = 0
-    s.adaptive_target = params["adaptive_target"] or 0
-    s.adaptive_decay = params["adaptive_decay"]
-    s.vocab = NULL
-    s.seed = params["seed"]
-    return s
 
 
 cdef lib.llama_sampler* _made(lib.llama_sampler* sampler) except NULL:

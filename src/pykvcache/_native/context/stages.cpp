@@ -119,17 +119,60 @@ struct call_stage {
     void reset() {}
 };
 
-llama_sampler * made_penalties(const sampler_settings & s) {
-    return llama_sampler_init_penalties(ANY_VOCAB, s.penalty_last_n, s.repeat_penalty, s.frequency_penalty, s.presence_penalty);
+using args = const stage_settings &;
+using words = const dry_words &;
+
+struct factory {
+    const char * name;
+    bool         is_plain;
+    llama_sampler * (*make)(args, words);
+};
+
+// Settings that are missing throw.
+int32_t  whole(args a, size_t i) { return int32_t(a.at(i)); }
+uint32_t seed(args a, size_t i) { return uint32_t(a.at(i)); }
+float    real(args a, size_t i) { return float(a.at(i)); }
+
+llama_sampler * made_penalties(args a, words) {
+    return llama_sampler_init_penalties(ANY_VOCAB, whole(a, 0), real(a, 1), real(a, 2), real(a, 3));
 }
 
-llama_sampler * made_dry(const sampler_settings & s) {
+llama_sampler * made_dry(args a, words w) {
     std::vector<const char *> texts;
-    for (const auto & text : s.breakers) {
+    for (const auto & text : w.breakers) {
         texts.push_back(text.c_str());
     }
-    return llama_sampler_init_dry(s.vocab, s.dry_multiplier, s.dry_base, s.dry_allowed_length, s.dry_last_n,
-                                  texts.data(), texts.size());
+    return llama_sampler_init_dry(w.vocab, real(a, 0), real(a, 1), whole(a, 2), whole(a, 3), texts.data(), texts.size());
+}
+
+llama_sampler * made_mirostat(args a, words) {
+    return llama_sampler_init_mirostat(whole(a, 0), seed(a, 1), real(a, 2), real(a, 3), 100);
+}
+
+constexpr factory FACTORIES[] = {
+    {"penalties", false, made_penalties},
+    {"dry", false, made_dry},
+    {"top_n_sigma", true, [](args a, words) { return llama_sampler_init_top_n_sigma(real(a, 0)); }},
+    {"top_k", true, [](args a, words) { return llama_sampler_init_top_k(whole(a, 0)); }},
+    {"typical_p", false, [](args a, words) { return llama_sampler_init_typical(real(a, 0), 1); }},
+    {"top_p", true, [](args a, words) { return llama_sampler_init_top_p(real(a, 0), 1); }},
+    {"min_p", true, [](args a, words) { return llama_sampler_init_min_p(real(a, 0), 1); }},
+    {"xtc", false, [](args a, words) { return llama_sampler_init_xtc(real(a, 0), real(a, 1), 1, seed(a, 2)); }},
+    {"temperature", true, [](args a, words) { return llama_sampler_init_temp(real(a, 0)); }},
+    {"possible", true, [](args, words) { return own_sampler<possible_stage>::make({}); }},
+    {"adaptive", false, [](args a, words) { return own_sampler<adaptive_stage>::make({real(a, 0), real(a, 1)}); }},
+    // These choose.
+    {"greedy", true, [](args, words) { return llama_sampler_init_greedy(); }},
+    {"mirostat_1", false, made_mirostat},
+    {"mirostat_2", false,
+     [](args a, words) { return llama_sampler_init_mirostat_v2(seed(a, 0), real(a, 1), real(a, 2)); }},
+    {"dist", false, [](args a, words) { return llama_sampler_init_dist(seed(a, 0)); }},
+};
+
+const factory * factory_of(const std::string & name) {
+    const auto found =
+        std::find_if(std::begin(FACTORIES), std::end(FACTORIES), [&](const factory & one) { return name == one.name; });
+    return found == std::end(FACTORIES) ? nullptr : found;
 }
 
 }  // namespace
@@ -138,52 +181,27 @@ llama_sampler * sampler_chain() noexcept {
     return guarded<llama_sampler *>(nullptr, [] { return llama_sampler_chain_init(llama_sampler_chain_default_params()); });
 }
 
-llama_sampler * sampler_penalties(const sampler_settings & s) noexcept {
-    return guarded<llama_sampler *>(nullptr, [&] { return made_penalties(s); });
-}
-
-llama_sampler * sampler_choice(const sampler_settings & s) noexcept {
+llama_sampler * sampler_made(const std::string & name, args settings, words w) noexcept {
     return guarded<llama_sampler *>(nullptr, [&] {
-        if (s.greedy) {
-            return llama_sampler_init_greedy();
+        const factory * const found = factory_of(name);
+        if (!found) {
+            throw std::invalid_argument("there is no stage " + name);
         }
-        switch (s.mirostat) {
-            case 1: return llama_sampler_init_mirostat(s.n_vocab, s.seed, s.mirostat_tau, s.mirostat_eta, 100);
-            case 2: return llama_sampler_init_mirostat_v2(s.seed, s.mirostat_tau, s.mirostat_eta);
-            default: return llama_sampler_init_dist(s.seed);
-        }
+        return found->make(settings, w);
     });
 }
 
-int32_t sampler_add(llama_sampler * chain, stage_kind kind, const sampler_settings & s) noexcept {
-    return guarded_void([&] {
-        const auto add = [&](llama_sampler * one) { llama_sampler_chain_add(chain, one); };
-        switch (kind) {
-            case STAGE_PENALTIES: add(made_penalties(s)); break;
-            case STAGE_DRY: add(made_dry(s)); break;
-            case STAGE_TOP_N_SIGMA: add(llama_sampler_init_top_n_sigma(s.top_n_sigma)); break;
-            case STAGE_TOP_K: add(llama_sampler_init_top_k(s.top_k)); break;
-            case STAGE_TYPICAL_P:
-                add(own_sampler<possible_stage>::make({}));
-                add(llama_sampler_init_typical(s.typical_p, 1));
-                break;
-            case STAGE_TOP_P: add(llama_sampler_init_top_p(s.top_p, 1)); break;
-            case STAGE_MIN_P: add(llama_sampler_init_min_p(s.min_p, 1)); break;
-            case STAGE_XTC:
-                add(own_sampler<possible_stage>::make({}));
-                add(llama_sampler_init_xtc(s.xtc_probability, s.xtc_threshold, 1, s.seed));
-                break;
-            case STAGE_TEMPERATURE: add(llama_sampler_init_temp(s.temperature)); break;
-            case STAGE_ADAPTIVE: add(own_sampler<adaptive_stage>::make({s.adaptive_target, s.adaptive_decay})); break;
-        }
-        if (s.mirostat && kind == STAGE_TEMPERATURE) {
-            add(own_sampler<possible_stage>::make({}));
-        }
-    });
+llama_sampler * sampler_made_of_call(void * self, stage_call call, stage_hold hold) noexcept {
+    return guarded<llama_sampler *>(nullptr, [&] { return own_sampler<call_stage>::make({self, call, hold}); });
 }
 
-int32_t sampler_add_call(llama_sampler * chain, void * self, stage_call call, stage_hold hold) noexcept {
-    return guarded_void([&] { llama_sampler_chain_add(chain, own_sampler<call_stage>::make({self, call, hold})); });
+bool sampler_is_plain(const std::string & name) noexcept {
+    const factory * const found = factory_of(name);
+    return found && found->is_plain;
+}
+
+int32_t sampler_add(llama_sampler * chain, llama_sampler * stage) noexcept {
+    return guarded_void([&] { llama_sampler_chain_add(chain, stage); });
 }
 
 }  // namespace pykv

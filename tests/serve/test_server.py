@@ -11,12 +11,18 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+msgspec = pytest.importorskip("msgspec")
 httpx = pytest.importorskip("httpx")
 
+from pykvcache import LlamaModel, embedded_model_path  # noqa: E402
+from pykvcache.sampling import SETTINGS  # noqa: E402
+from pykvcache.serve.prompts import sampler_of  # noqa: E402
+from pykvcache.serve.schemas import CompletionRequest  # noqa: E402
 from serve.conftest import KEYS  # noqa: E402
 
 CHAT = "/v1/chat/completions"
@@ -38,7 +44,9 @@ BAD = [
     ({"messages": MESSAGES, "response_format": {"type": "sound"}}, 400, "response_format"),
     ({"messages": MESSAGES, "logit_bias": {"999999": 1}}, 400, None),
     ({"messages": [{"role": "user", "content": "kite " * 5000}]}, 400, "messages"),
+    ({"messages": MESSAGES, "dry_sequence_breakers": [""]}, 400, "dry_sequence_breakers"),
 ]
+BAD += [({"messages": MESSAGES, name: one.high + 1}, 400, name) for name, one in SETTINGS.items()]
 
 
 @pytest.mark.parametrize(("body", "status", "param"), BAD)
@@ -54,6 +62,24 @@ def test_bad_requests_get_one_error_object(
     if param is not None:
         assert error["param"] == param
     assert httpx.get(f"{address}/health").json() == {"status": "ok"}
+
+
+def test_every_setting_reaches_the_sampler() -> None:
+    """Also by the names that llama-server has for them."""
+    with LlamaModel(embedded_model_path()) as model:
+        llm = SimpleNamespace(model=model, context=SimpleNamespace(n_ctx_seq=512))
+        engine: Any = SimpleNamespace(llm=llm, defaults=SimpleNamespace(sampling={}))
+
+        def sampler(**fields: Any) -> str:
+            request = msgspec.convert({"prompt": "x", **fields}, CompletionRequest)
+            return repr(sampler_of(request, engine))
+
+        for name, one in SETTINGS.items():
+            value = one.kind(one.low if one.default == one.high else one.high)
+            assert f"{name}={value!r}" in sampler(**{name: value})
+        assert "dry_sequence_breakers=('!',)" in sampler(dry_sequence_breakers=["!"])
+        assert "penalty_last_n=512" in sampler(repeat_last_n=-1)
+        assert "dry_last_n=7" in sampler(dry_penalty_last_n=7)
 
 
 def test_unknown_paths_and_large_bodies_are_refused(serve: Callable[..., str]) -> None:

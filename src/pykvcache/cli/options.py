@@ -13,7 +13,7 @@ import click
 from pykvcache._models import embedded_model_path
 from pykvcache.cli.terminal import is_terminal
 from pykvcache.errors import ArgumentError
-from pykvcache.sampling import Sampler
+from pykvcache.sampling import SETTINGS, Sampler
 
 __all__ = [
     "CACHE_TYPES",
@@ -172,52 +172,34 @@ context_options = _group(
     swa_option,
     threads_option,
 )
+# Arguments of `Sampler` that have an option of the same name, with its help.
+_SAMPLING = {
+    "temperature": "0: always the likeliest token.",
+    "top_k": "Choose from the K likeliest tokens; 0: from all.",
+    "top_p": "Choose from the likeliest tokens that have this probability together; 1: from all.",
+    "min_p": "Leave out tokens below this share of the likeliest one's probability; 0: none.",
+    "repeat_penalty": "Above 1: repeated tokens become less likely.",
+}
 #: The options of a `Sampler`: see `make_sampler`.
 sampling_options = _group(
-    click.option(
-        "-t",
-        "--temperature",
-        type=float,
-        default=0.8,
-        show_default=True,
-        help="0: always the likeliest token.",
-    ),
-    click.option(
-        "--top-k",
-        type=int,
-        default=40,
-        show_default=True,
-        help="Choose from the K likeliest tokens; 0: from all.",
-    ),
-    click.option(
-        "--top-p",
-        type=float,
-        default=0.95,
-        show_default=True,
-        help="Choose from the likeliest tokens that have this probability together; 1: from all.",
-    ),
-    click.option(
-        "--min-p",
-        type=float,
-        default=0.05,
-        show_default=True,
-        help="Leave out tokens below this share of the likeliest one's probability; 0: none.",
-    ),
-    click.option(
-        "--repeat-penalty",
-        type=float,
-        default=1.0,
-        show_default=True,
-        help="Above 1: repeated tokens become less likely.",
+    *(
+        click.option(
+            *(["-t"] if name == "temperature" else []),
+            f"--{name.replace('_', '-')}",
+            type=SETTINGS[name].kind,
+            default=SETTINGS[name].default,
+            show_default=True,
+            help=text,
+        )
+        for name, text in _SAMPLING.items()
     ),
     click.option("--seed", type=int, help="Same seed, same text. Default: random."),
 )
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed")
 
 
 def sampling_of(options: dict[str, Any]) -> dict[str, Any]:
     """Return those of `options` that `sampling_options` adds and that are given."""
-    return {name: options[name] for name in _SAMPLING if options[name] is not None}
+    return {name: options[name] for name in (*_SAMPLING, "seed") if options[name] is not None}
 
 
 def make_sampler(options: dict[str, Any], **more: Any) -> Sampler:

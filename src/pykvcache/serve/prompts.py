@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from pykvcache.model import LlamaModel
 from pykvcache.openai_format import schema_of
-from pykvcache.sampling import Sampler
+from pykvcache.sampling import SETTINGS, Sampler
 from pykvcache.sequence.ledger import common_prefix
 from pykvcache.serve.engine import Breakpoint, Engine, Job
 from pykvcache.serve.errors import ApiError
@@ -34,12 +34,9 @@ _RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "templat
 _RESERVED |= {"parallel_tool_calls", "json_schema", "strict", "self"}
 
 # Fields that are arguments of `Sampler` by the same names.
-_SAMPLING = (
-    *("temperature", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability"),
-    *("xtc_threshold", "repeat_penalty", "frequency_penalty", "presence_penalty"),
-    *("dry_multiplier", "dry_base", "dry_allowed_length"),
-    *("mirostat", "mirostat_tau", "mirostat_eta", "grammar", "json_schema"),
-)
+_SAMPLING = (*SETTINGS, "dry_sequence_breakers", "grammar", "json_schema")
+# llama-server's names of arguments for which -1 is the whole context.
+_LAST_N = {"repeat_last_n": "penalty_last_n", "dry_penalty_last_n": "dry_last_n"}
 
 _TEXTS = ("text", "input_text", "output_text", "refusal")
 
@@ -344,6 +341,10 @@ def sampler_of(request: Sampling, engine: Engine, **more: Any) -> Sampler:
     options.update({name: value for name, value in asked.items() if value is not None})
     if request.top_k is not None:
         options["top_k"] = max(request.top_k, 0)  # -1 is vLLM's "all"
+    for theirs, ours in _LAST_N.items():
+        if (n := getattr(request, theirs)) is not None:
+            most = min(engine.llm.context.n_ctx_seq, SETTINGS[ours].high)
+            options[ours] = most if n < 0 else n
     if request.seed is not None and request.seed >= 0:
         options["seed"] = request.seed % (2**32 - 1)
     biases = _biases(request.logit_bias, model) if request.logit_bias else {}

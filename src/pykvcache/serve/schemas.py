@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 from msgspec import Meta, Struct
 
+from pykvcache.sampling import SETTINGS
 from pykvcache.serve.errors import ApiError
 
 __all__ = [
@@ -24,8 +26,9 @@ __all__ = [
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Limit = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+#: Tokens that penalties count; -1 is llama-server's "all of the context".
+LastN = Annotated[int, Meta(ge=-1, le=SETTINGS["penalty_last_n"].high)]
 Share = Annotated[float, Meta(ge=0, le=1)]
-Penalty = Annotated[float, Meta(ge=-1e6, le=1e6)]
 Temperature = Annotated[float, Meta(ge=0, le=1e4)]
 Samples = Annotated[int, Meta(ge=1, le=128)]
 #: Bounds the memory for log-probabilities.
@@ -68,7 +71,28 @@ class Common(Struct, kw_only=True):
         return bool(mode == "explicit")
 
 
-class Sampling(Common, kw_only=True):
+if TYPE_CHECKING:
+
+    class Settings(Common, kw_only=True):
+        """The numbers of `Sampler`; these are set by name."""
+
+        temperature: float | None = None
+        top_k: int | None = None
+        top_p: float | None = None
+
+else:
+    Settings = msgspec.defstruct(
+        "Settings",
+        [
+            (name, Annotated[one.kind, Meta(ge=one.low, le=one.high)] | None, None)
+            for name, one in SETTINGS.items()
+        ],
+        bases=(Common,),
+        kw_only=True,
+    )
+
+
+class Sampling(Settings, kw_only=True):
     """Fields of chats and completions."""
 
     model: str | None = None
@@ -77,23 +101,10 @@ class Sampling(Common, kw_only=True):
     max_tokens: Limit | None = None
     max_completion_tokens: Count | None = None
     n_predict: Limit | None = None
-    temperature: Temperature | None = None
     top_k: Limit | None = None
-    top_p: Share | None = None
-    min_p: Share | None = None
-    repeat_penalty: Annotated[float, Meta(ge=1e-6, le=1e6)] | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    typical_p: Share | None = None
-    top_n_sigma: float | None = None
-    xtc_probability: Share | None = None
-    xtc_threshold: Share | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    mirostat: Annotated[int, Meta(ge=0, le=2)] | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
+    repeat_last_n: LastN | None = None
+    dry_penalty_last_n: LastN | None = None
+    dry_sequence_breakers: list[str] | None = None
     logit_bias: Bias | None = None
     ignore_eos: bool = False
     stop: Stops | None = None

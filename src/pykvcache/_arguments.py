@@ -21,11 +21,13 @@ import numpy.typing as npt
 from pykvcache.errors import ArgumentError, DetailedError, shown
 
 __all__ = [
+    "ByteArray",
     "FileId",
     "IntArray",
     "Places",
     "TokenInput",
     "as_bool",
+    "as_bytes",
     "as_file_name",
     "as_float",
     "as_index",
@@ -191,6 +193,7 @@ def parts_of(path: str) -> list[str]:
     return [f"{found[1]}{i + 1:05d}{found[2]}" for i in range(int(found[3]))]
 
 
+ByteArray = npt.NDArray[np.uint8]
 IntArray = npt.NDArray[np.int32]
 #: Accepted as tokens: an integer array, or a sequence of integers.
 TokenInput = npt.NDArray[np.integer[Any]] | Sequence[SupportsIndex]
@@ -239,6 +242,26 @@ def as_float(value: object, what: str, lo: float, hi: float) -> float:
             f"{what} is {shown(value)}: it must be in [{lo:g}, {hi:g}]", what, value, (lo, hi)
         )
     return number
+
+
+def as_bytes(buffer: Any, what: str, *, writable: bool = False, order: str = "") -> ByteArray:
+    """View a C-contiguous buffer as bytes; `order` is the argument order shown in errors."""
+    try:
+        view = memoryview(buffer)
+    except (TypeError, ValueError):  # NumPy's dates and times export no buffer
+        hint = f": the order is {order}" if order else ""
+        message = f"{what} must be a buffer of bytes, not {type(buffer).__name__}{hint}"
+        raise TypeError(message) from None
+    if "O" in view.format:
+        raise TypeError(f"{what} holds Python objects, not bytes")
+    if not view.c_contiguous:
+        raise ArgumentError(f"{what} must be C-contiguous", what)
+    if writable and view.readonly:
+        raise ArgumentError(f"{what} is read-only", what)
+    if view.nbytes == 0:
+        return np.empty(0, np.uint8)
+    flat: npt.NDArray[Any] = np.frombuffer(view, np.uint8)
+    return flat
 
 
 def as_token_array(tokens: TokenInput, what: str = "tokens") -> IntArray:

@@ -10,7 +10,7 @@ import click
 
 from pykvcache.cli.options import CACHE_TYPES, json_option, model_option, number, option
 from pykvcache.cli.terminal import load_model, table
-from pykvcache.state.naming import naming
+from pykvcache.state.container import naming
 
 __all__ = ["state"]
 

@@ -16,7 +16,7 @@ from pykvcache.kv.rope import rotate
 from pykvcache.kv.types import LayerKV, LayerState, RecurrentState, SequenceKV
 from pykvcache.kv.view import CacheView
 from pykvcache.kv.write import as_parts
-from pykvcache.state.parts import set_parts
+from pykvcache.state.layout import set_parts
 
 __all__ = ["KvMethods"]
 

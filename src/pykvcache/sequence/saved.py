@@ -10,7 +10,7 @@ import numpy as np
 from pykvcache._arguments import as_path
 from pykvcache.errors import StateDamaged
 from pykvcache.state import SequenceState
-from pykvcache.state.naming import naming
+from pykvcache.state.container import naming
 from pykvcache.state.saved import Path, check_metadata
 
 if TYPE_CHECKING:

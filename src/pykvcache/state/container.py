@@ -9,26 +9,28 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import numpy as np
 
+from pykvcache._arguments import ByteArray
 from pykvcache.errors import (
     ArgumentError,
     StateDamaged,
+    StateError,
     StateFormatError,
     StateTrailingBytes,
     StateTruncated,
     StateVersionError,
 )
 from pykvcache.state.atomic import check_regular, file_error
-from pykvcache.state.buffers import ByteArray
 from pykvcache.state.checksums import digest, digest_size, find_checksum
 
-__all__ = ["FORMAT", "VERSION", "Container", "Tensor", "open_file", "pack", "parse"]
+__all__ = ["FORMAT", "VERSION", "Container", "Tensor", "naming", "open_file", "pack", "parse"]
 
 FORMAT = "pykvcache.state"
 VERSION = 1
@@ -91,6 +93,18 @@ def pack(metadata: Mapping[str, str], tensors: Sequence[Tensor], checksum: str) 
     data = [t.data.reshape(-1).data for t in tensors]
     digests = b"".join(digest(checksum, piece) for piece in [memoryview(start), *data])
     return [memoryview(start), memoryview(digests), *data]
+
+
+@contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Prefix StateErrors of the body with the file's name; class and attributes stay."""
+    try:
+        yield
+    except StateError as error:
+        # System errors include the name already.
+        if not isinstance(error, OSError) and not str(error).startswith(f"{path}: "):
+            error.args = (f"{path}: {error}", *error.args[1:])
+        raise
 
 
 def open_file(path: str, *, mapped: bool) -> ByteArray:

@@ -7,10 +7,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from pykvcache._arguments import ByteArray
 from pykvcache._codec import as_floats, as_rows
-from pykvcache.enums import GgmlType
 from pykvcache.errors import StateDamaged, StateError, StateLayoutMismatch
-from pykvcache.state.buffers import ByteArray
 from pykvcache.state.layout import Part, PartLayout, Rows, need_equal
 
 __all__ = ["fit"]
@@ -79,8 +78,7 @@ def _compare(layout: PartLayout, target: PartLayout, *, convert: bool) -> None:
 
 
 def _name(rows: Rows) -> str:
-    known = {int(t): t.name.lower() for t in GgmlType}
-    return known.get(rows.type, f"type {rows.type}") + (", rotated" if rows.rotation else "")
+    return rows.type_name + (", rotated" if rows.rotation else "")
 
 
 def _transpose(tensor: ByteArray, rows: Rows) -> ByteArray:

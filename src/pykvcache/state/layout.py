@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
+from pykvcache._arguments import ByteArray
+from pykvcache._native import lib
+from pykvcache.enums import GgmlType
 from pykvcache.errors import ArgumentError, StateLayoutMismatch
-from pykvcache.state.buffers import ByteArray
 
-__all__ = ["Part", "PartLayout", "Rows", "layouts_from_native", "need_equal"]
+__all__ = [
+    "Part",
+    "PartLayout",
+    "Rows",
+    "layouts_from_native",
+    "need_equal",
+    "set_parts",
+    "split",
+]
 
 IntArray = npt.NDArray[np.int32]
 #: CSR lists of sequence ids: cell i belongs to ids[offsets[i]:offsets[i + 1]].
@@ -61,6 +71,11 @@ class Rows:
     n_head: int = 0
     head_dim: int = 0
     rotation: int = 0
+
+    @property
+    def type_name(self) -> str:
+        """The name of `type`."""
+        return {int(t): t.name.lower() for t in GgmlType}.get(self.type, f"type {self.type}")
 
 
 @dataclass(frozen=True)
@@ -212,3 +227,40 @@ class Part:
         if len(self) < 2 or bool((self.positions[:-1] <= self.positions[1:]).all()):
             return self
         return self.take(np.argsort(self.positions, kind="stable"))
+
+
+# Only the compiled layer reads and writes the bytes; docs/state-format.md shows their layout.
+
+
+def split(
+    native: lib.Context, state: ByteArray, layouts: Sequence[PartLayout], *, whole: bool
+) -> list[list[Part]]:
+    """Return the cells of each part by stream, as views of the state."""
+    result = []
+    given = native.split_state(state, whole)
+    for layout, streams in zip(layouts, given, strict=True):
+        found = []
+        for positions, ext, members, places in streams:
+            part = Part(layout, positions, ext, (), members)
+            rows = [state[at : at + size] for at, size in places] or [state[:0]] * len(layout.rows)
+            tensors = [row.reshape(part.shape(i)) for i, row in enumerate(rows)]
+            found.append(Part(layout, positions, ext, tuple(tensors), members))
+        result.append(found)
+    return result
+
+
+def set_parts(
+    native: lib.Context,
+    seq_id: SupportsIndex | None,
+    parts: Sequence[Sequence[Part]],
+    firsts: list[tuple[int, int]] | None,
+) -> None:
+    """Replace the cells of a sequence, or with None of the context; atomic."""
+    given = [[_as_given(part) for part in streams] for streams in parts]
+    native.set_parts(seq_id, given, firsts)
+
+
+def _as_given(part: Part) -> tuple[IntArray, IntArray | None, Members | None, list[ByteArray]]:
+    ext = None if part.ext is None else np.ascontiguousarray(part.ext, np.int32).reshape(-1)
+    rows = [np.ascontiguousarray(tensor).reshape(-1) for tensor in part.tensors]
+    return np.ascontiguousarray(part.positions, np.int32), ext, part.members, rows

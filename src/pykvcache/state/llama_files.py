@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._arguments import TokenInput, as_bool, as_path, as_token_array
+from pykvcache._arguments import ByteArray, TokenInput, as_bool, as_bytes, as_path, as_token_array
 from pykvcache._native import lib
 from pykvcache.errors import (
     StateDamaged,
@@ -18,10 +18,8 @@ from pykvcache.errors import (
     StateVersionError,
 )
 from pykvcache.state.atomic import write_atomically
-from pykvcache.state.buffers import ByteArray, as_bytes
-from pykvcache.state.container import open_file
+from pykvcache.state.container import naming, open_file
 from pykvcache.state.layout import IntArray
-from pykvcache.state.naming import naming
 from pykvcache.state.saved import Path
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from pykvcache.errors import (
     StateLayoutMismatch,
     StateModelMismatch,
 )
+from pykvcache.state.container import naming
 from pykvcache.state.llama_files import LlamaStateFile
 from pykvcache.state.methods import StateMethods
-from pykvcache.state.naming import naming
 from pykvcache.state.saved import Path
 
 __all__ = ["LlamaFileMethods"]

@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy.typing as npt
 
-from pykvcache._arguments import TokenInput, as_bool, as_path
+from pykvcache._arguments import ByteArray, TokenInput, as_bool, as_bytes, as_path
 from pykvcache._native import lib
 from pykvcache.errors import ClosedError, StateLayoutMismatch
 from pykvcache.model import LlamaModel
-from pykvcache.state.buffers import ByteArray, as_bytes
+from pykvcache.state.container import naming
 from pykvcache.state.convert import fit
 from pykvcache.state.facts import Fingerprint, fingerprint_of
-from pykvcache.state.layout import Part, PartLayout, layouts_from_native
-from pykvcache.state.naming import naming
+from pykvcache.state.layout import Part, PartLayout, layouts_from_native, set_parts, split
 from pykvcache.state.partial import PartialStateMethods
-from pykvcache.state.parts import set_parts, split
 from pykvcache.state.saved import Path
 from pykvcache.state.sequence import SequenceState
 from pykvcache.state.whole import ContextState

@@ -11,17 +11,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy.typing as npt
 
-from pykvcache._arguments import as_bool, as_path
-from pykvcache.enums import GgmlType
+from pykvcache._arguments import as_bool, as_bytes, as_path
 from pykvcache.errors import ArgumentError, StateDamaged, StateFormatError
 from pykvcache.state.atomic import write_atomically
-from pykvcache.state.buffers import as_bytes
 from pykvcache.state.checksums import best_checksum, find_checksum
-from pykvcache.state.container import Container, Tensor, open_file, pack, parse
+from pykvcache.state.container import Container, Tensor, naming, open_file, pack, parse
 from pykvcache.state.facts import Fingerprint
 from pykvcache.state.files import json_of, layouts_of
 from pykvcache.state.layout import PartLayout
-from pykvcache.state.naming import naming
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
@@ -296,7 +293,7 @@ def _described(container: Container) -> StateInfo:
     types: dict[str, str] = {}
     for layout in layouts_of(container):
         for rows in layout.rows:
-            types.setdefault(rows.what, type_name(rows.type))
+            types.setdefault(rows.what, rows.type_name)
     count = text.get("n_tokens", "")
     is_kind = text.get("kind") in ("sequence", "context")
     if not (count.isdecimal() and len(count) < 20 and is_kind):
@@ -316,8 +313,3 @@ def _described(container: Container) -> StateInfo:
         checksum=text["checksum"],
         n_bytes=container.n_bytes,
     )
-
-
-def type_name(kind: int) -> str:
-    """Return the name of a ``ggml_type``."""
-    return {int(t): t.name.lower() for t in GgmlType}.get(kind, f"type {kind}")

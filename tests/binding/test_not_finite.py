@@ -84,6 +84,23 @@ def test_a_new_sequence_in_its_place_is_right(make_context: Any, name: str, how:
     assert differ(ctx.logits(), twin.logits()) == 0
 
 
+def test_a_new_sequence_after_nan_in_a_convolution_is_right(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    source = make_model("qwen4exp", model_folder)
+    keys = {"general.architecture": "qwen4exp"}
+    path = spoil(tmp_path, source, "token_embd.weight", 9, math.nan, keys)
+    with LlamaModel(path) as model:
+        ctx, twin = (LlamaContext(model, n_seq_max=2, kv_unified=False) for _ in range(2))
+        ctx.decode([5, 6, 9], seq_id=1)
+        with pytest.raises(OutputNotFinite):
+            ctx.logits()
+        ctx.clear_kv_cache_seq(1)
+        for one in (ctx, twin):
+            one.decode([5, 6], seq_id=1)
+        assert differ(ctx.logits(), twin.logits()) == 0
+
+
 @pytest.mark.hazard("N77")
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_logits_are_handed_out_as_numbers_or_not_at_all(

@@ -20,18 +20,18 @@ INDEXED = tuple(case for case in EVERY_CASE if case.info.bounded and case.has_st
 UNKNOWN = tuple(case for case in EVERY_CASE if case.info.can_cache and not case.has_states)
 
 
-def index_of(ctx: LlamaContext, state: np.ndarray[Any, Any], n: int) -> int:
-    """Return where the records of the index's cells begin in a state of n cells."""
-    parts = {part["part"]: part for part in ctx.native.state_layout()}
-    assert not parts["index"]["extended"]
-    record = np.dtype([("pos", "<i4"), ("n", "<u4"), ("seq", "<i4")])
+def index_of(ctx: LlamaContext, state: np.ndarray[Any, Any], n: int) -> tuple[int, int]:
+    """Return where the records of the index's cells begin in a state of n cells, and their size."""
+    is_long = {part["part"]: part["extended"] for part in ctx.native.state_layout()}
+    extension = [("ext", "<i4", 3)] if is_long["index"] else []
+    record = np.dtype([("pos", "<i4"), ("n", "<u4"), *extension, ("seq", "<i4")])
     found = []
     for at in range(len(state) - record.itemsize * n):
         cells = state[at : at + record.itemsize * n].view(record)
         if (cells["n"] == 1).all() and (cells["pos"] == np.arange(n)).all():
             found.append(at)
-    # Cells with extensions are longer records.
-    return found[0 if parts["attention"]["extended"] else 1]
+    # The cells of attention come first.
+    return found[is_long["attention"] == is_long["index"]], record.itemsize
 
 
 @pytest.mark.hazard("N270")
@@ -41,9 +41,9 @@ def test_an_index_of_other_cells_is_refused(case: Case, bench: MakeBench) -> Non
     b = bench(case)
     b.with_two()
     state = b.ctx.get_state(0)
-    at = index_of(b.ctx, state, 20)
+    at, size = index_of(b.ctx, state, 20)
     spoiled = state.copy()
-    first, second = slice(at, at + 4), slice(at + 12, at + 16)
+    first, second = slice(at, at + 4), slice(at + size, at + size + 4)
     spoiled[first], spoiled[second] = state[second], state[first]
     with pytest.raises(StateDamaged, match="index"):
         b.ctx.set_state(spoiled, 1)

@@ -14,7 +14,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-Key = bool | int | float | str | Sequence[int]
+#: An array stands for 64-bit integers.
+Key = bool | int | float | str | Sequence[int] | NDArray[np.uint64]
 Fill = Literal["normal", "norm", "decay"]
 
 

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import gguf
+import numpy as np
 import pytest
 
 from . import attention_models, pooled_models, recurrent_models, sparse_models, vocab
@@ -334,5 +335,8 @@ def _add_key(writer: gguf.GGUFWriter, key: str, value: Key) -> None:
         writer.add_float32(key, value)
     elif isinstance(value, str):
         writer.add_string(key, value)
+    elif isinstance(value, np.ndarray):
+        kinds = gguf.GGUFValueType
+        writer.add_key_value(key, value.tolist(), kinds.ARRAY, sub_type=kinds.UINT64)
     else:
         writer.add_array(key, value)

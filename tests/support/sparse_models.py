@@ -6,6 +6,8 @@ hyper-connections. Each is as small as its graph allows.
 
 from __future__ import annotations
 
+import numpy as np
+
 from .blueprint import Blueprint, Sizes, Tensor, bias, matrix, norm, table
 from .layers import (
     ROPE_BASE,
@@ -197,7 +199,27 @@ def qwen4exp(sizes: Sizes, n_vocab: int) -> Blueprint:
         ".hyper_connection.epsilon": 1e-6,
         ".attention.compress_ratios": [4] * sizes.n_layer,
         ".full_attention_interval": 2,
+        # Embeddings of pairs of tokens, whose convolution is a state of its own.
+        ".embedding_length_per_layer_input": n // 2,
+        ".ple.layers": [0],
+        ".ple.ngram_size": 2,
+        ".ple.heads_per_ngram": 2,
+        ".ple.conv_kernel": 2,
+        ".ple.eos_token_id": 2,
+        ".ple.layer_multipliers": np.array([3, 5], np.uint64),
+        ".ple.head_offsets": np.array([0, 31], np.uint64),
+        ".ple.head_vocab_sizes": np.array([31, 29], np.uint64),
     }
+    plan.add("", per_layer_token_embd=table(60, n // 2))
+    plan.add(
+        "blk.0.",
+        ple_key=matrix(STREAMS * n, n),
+        ple_value=matrix(n, n),
+        ple_norm_key=norm(STREAMS, n),
+        ple_norm_query=norm(STREAMS, n),
+        ple_norm_conv=norm(STREAMS, n),
+        ple_conv1d=matrix(STREAMS * n, 2),
+    )
     plan.add(
         "",
         token_embd=table(n_vocab, n),

@@ -1,4 +1,4 @@
-// Finds NaN and infinity in a row of outputs, in one vectorised pass.
+// Finds large values, NaN and infinity in rows of numbers, in one vectorised pass.
 #pragma once
 
 #include <cstddef>
@@ -16,53 +16,54 @@ namespace pykv {
 
 constexpr uint32_t FLOAT_SIGN = 0x80000000, FLOAT_INFINITE = 0x7f800000;
 
-// Returns whether any float has all exponent bits set.
-PYKV_INLINE bool has_not_finite(const float * row, size_t n) noexcept {
-    constexpr uint32_t LOWEST_EXPONENT = 0x00800000;
-    constexpr size_t   WIDTH = 32;  // independent sums that keep a core busy
-    const auto exponent_of = [row](size_t i) {
-        uint32_t bits;
-        std::memcpy(&bits, row + i, sizeof bits);
-        return bits & FLOAT_INFINITE;
+// Written to be vectorised: no early exit, one type, and enough independent sums to keep a core busy.
+template <class T> PYKV_INLINE bool any_above_plain(const uint8_t * data, size_t n, T limit) noexcept {
+    constexpr T      SIGN = T(T(1) << (8 * sizeof(T) - 1)), MAGNITUDE = T(~SIGN);
+    constexpr size_t WIDTH = 128 / sizeof(T);
+    const auto excess_of = [=](size_t i) {
+        T bits;
+        std::memcpy(&bits, data + i * sizeof(T), sizeof(T));
+        return T(limit - T(bits & MAGNITUDE));  // negative if larger
     };
-    // Adding one to a full exponent carries into the sign.
-    uint32_t found[WIDTH] = {};
-    size_t   i = 0;
+    T      found[WIDTH] = {};
+    size_t i = 0;
     for (; i + WIDTH <= n; i += WIDTH) {
         for (size_t k = 0; k < WIDTH; ++k) {
-            found[k] |= exponent_of(i + k) + LOWEST_EXPONENT;
+            found[k] |= excess_of(i + k);
         }
     }
     for (; i < n; ++i) {
-        found[0] |= exponent_of(i) + LOWEST_EXPONENT;
+        found[0] |= excess_of(i);
     }
-    uint32_t any = 0;
-    for (const uint32_t f : found) {
+    T any = 0;
+    for (const T f : found) {
         any |= f;
     }
-    return (any & FLOAT_SIGN) != 0;
+    return (any & SIGN) != 0;
 }
 
 #ifdef PYKV_AVX2
 // The same in half the time. Portable builds contain it and check the processor first.
-__attribute__((target("avx2"))) inline bool has_not_finite_avx2(const float * row, size_t n) noexcept {
-    return has_not_finite(row, n);
+template <class T> __attribute__((target("avx2"))) bool any_above_avx2(const uint8_t * data, size_t n, T limit) noexcept {
+    return any_above_plain(data, n, limit);
 }
 #endif
 
-inline bool may_be_not_finite(const float * row, size_t n) noexcept {
+// Whether any of n floats of this width is above a limit in magnitude; both as bits.
+template <class T> bool any_above(const void * data, size_t n, T limit) noexcept {
+    const auto * const bytes = static_cast<const uint8_t *>(data);
 #ifdef PYKV_AVX2
     static const bool has_avx2 = __builtin_cpu_supports("avx2") != 0;
     if (has_avx2) {
-        return has_not_finite_avx2(row, n);
+        return any_above_avx2(bytes, n, limit);
     }
 #endif
-    return has_not_finite(row, n);
+    return any_above_plain(bytes, n, limit);
 }
 
 // First index of NaN or infinity, or -1. In logits, minus infinity is valid: it excludes a token.
 inline int64_t first_not_finite(const float * row, size_t n, bool is_logits) noexcept {
-    if (!may_be_not_finite(row, n)) {
+    if (!any_above(row, n, FLOAT_INFINITE - 1)) {
         return -1;
     }
     for (size_t i = 0; i < n; ++i) {

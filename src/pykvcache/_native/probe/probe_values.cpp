@@ -6,37 +6,13 @@
 #include <cstring>
 #include <limits>
 
+#include "finite.h"
+
 namespace pykv {
 
 namespace {
 
 constexpr uint32_t LARGEST_F16 = 0x7bff;
-
-// Written to be vectorised: no early exit, one type, and enough independent sums to keep a core busy.
-template <class T> bool any_above(const uint8_t * data, size_t n, uint32_t limit) {
-    constexpr T      SIGN = T(T(1) << (8 * sizeof(T) - 1)), MAGNITUDE = T(~SIGN);
-    constexpr size_t WIDTH = 64 / sizeof(T);
-    const auto excess_of = [&](size_t i) {
-        T bits;
-        std::memcpy(&bits, data + i * sizeof(T), sizeof(T));
-        return T(T(limit) - T(bits & MAGNITUDE));  // negative if larger
-    };
-    T      found[WIDTH] = {};
-    size_t i = 0;
-    for (; i + WIDTH <= n; i += WIDTH) {
-        for (size_t k = 0; k < WIDTH; ++k) {
-            found[k] |= excess_of(i + k);
-        }
-    }
-    for (; i < n; ++i) {
-        found[0] |= excess_of(i);
-    }
-    T any = 0;
-    for (const T f : found) {
-        any |= f;
-    }
-    return any & SIGN;
-}
 
 bool any_scale_above(const uint8_t * data, size_t n, size_t unit, uint32_t limit) {
     bool above = false;
@@ -75,7 +51,7 @@ void value_check::look(const uint8_t * data, size_t n) {
             break;
         case GGML_TYPE_F16:
         case GGML_TYPE_BF16:
-            above |= any_above<uint16_t>(data, n, limit);
+            above |= any_above<uint16_t>(data, n, uint16_t(limit));
             break;
         case GGML_TYPE_Q8_0:
         case GGML_TYPE_Q5_1:

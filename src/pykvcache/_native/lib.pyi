@@ -99,7 +99,6 @@ class Handle:
     model: Model
     n_ctx: int
     n_ctx_seq: int
-    max_position: int
     n_batch: int
     n_ubatch: int
     n_seq_max: int
@@ -134,6 +133,8 @@ class Handle:
 class Memory(Handle):
     @property
     def memory_kind(self) -> MemoryKind: ...
+    @property
+    def max_position(self) -> int: ...
     @property
     def n_streams(self) -> int: ...
     def can_shift(self) -> bool: ...

@@ -170,6 +170,19 @@ cdef extern from "probe.h" namespace "pykv" nogil:
         bool gives_logits
         bool endless
         const char* fault
+    cdef cppclass memory_traits:
+        memory_kind kind
+        string name
+        no_shift shift
+        llama_pos max_position
+        bool bounded
+        bool picks_blocks
+        bool may_be_dense
+        bool has_layout
+        bool whole_only
+        bool has_rest
+        bool windowed
+        uint32_t n_stream
     ctypedef struct memory_facts:
         uint32_t n_cells
         uint32_t n_swa
@@ -186,18 +199,8 @@ cdef extern from "probe.h" namespace "pykv" nogil:
 
     model_facts look_at_model(const llama_model*) except +
     bool heads_divisible(const llama_model*, ggml_type, bool keys)
-    memory_kind kind(const memory*)
-    const char* class_name(const memory*)
+    const memory_traits& traits_of(const memory*)
     vector[string] buffer_types(const memory*) except +
-    no_shift why_no_shift(const memory*)
-    llama_pos max_position(const memory*)
-    bool bounded(const memory*)
-    bool picks_blocks(const memory*)
-    bool may_be_dense(const memory*) noexcept
-    bool has_layout(const memory*) noexcept
-    bool has_rest(const memory*) noexcept
-    bool windowed(const memory*)
-    uint32_t n_stream(const memory*)
     context_facts look_at_context(const llama_context*, const memory*) except +
     memory_facts look_at_memory(const memory*) except +
     bool next_cell(const memory*, memory_part, uint32_t n_seq_max, uint32_t& stream, uint32_t& cell,

@@ -138,7 +138,6 @@ cdef extern from "sequences.h" namespace "pykv" nogil:
         bool is_pending()
         bool needs_removal(llama_seq_id)
         bool was_damaged(llama_seq_id)
-        bool whole_only()
         llama_pos next_pos(llama_seq_id)
         uint64_t input_key(llama_seq_id)
         bool can_resume_at(llama_seq_id, llama_pos p0)

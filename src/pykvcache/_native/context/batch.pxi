@@ -70,9 +70,9 @@ cdef class Batch(Outputs):
 
     cdef int check_span(self, int64_t first, int64_t n) except -1:
         """Refuse positions ``[first, first + n)`` that the model cannot tell apart."""
-        if first + n - 1 > self.max_position:
+        if first + n - 1 > self.traits.max_position:
             raise self.too_far(first + n - 1, "the batch")
-        if lib.bounded(self.mem) and first + n > self.n_ctx_seq:
+        if self.traits.bounded and first + n > self.n_ctx_seq:
             raise NoKvCacheSlot(
                 f"no room in the cache: position {first + n - 1} is past its {self.n_ctx_seq} cells; "
                 "nothing was decoded", 1, n_tokens=n, n_cells=self.n_ctx_seq)
@@ -82,9 +82,9 @@ cdef class Batch(Outputs):
         """Return the maximum number of tokens of one call."""
         cdef int64_t limit = self.n_batch
         # A batch that turns out not to fit must not have cost a window its cells.
-        if lib.windowed(self.mem):
+        if self.traits.windowed:
             limit = self.n_ubatch
-        if (not self.causal or self.kind == lib.MEMORY_NONE
+        if (not self.causal or self.traits.kind == lib.MEMORY_NONE
                 or (self.embeddings and self.pooling_type != 0)):
             if n > self.n_ubatch:
                 raise InvalidBatch(
@@ -104,9 +104,9 @@ cdef class Batch(Outputs):
         cdef int64_t i
         cdef int32_t s
         if self.is_recurrent_like():
-            if self.embeddings or not self.streams and self.causal:
+            if self.embeddings or self.traits.n_stream == 1 and self.causal:
                 return 0  # split by sequence, each one whole
-        elif not self.streams:
+        elif self.traits.n_stream == 1:
             return 0
         for s in range(MAX_SEQ):
             counts[s] = 0
@@ -129,7 +129,7 @@ cdef class Batch(Outputs):
         cdef int64_t same = 1, single = 0
         cdef bint seen[MAX_SEQ]
         cdef int32_t s
-        if not lib.windowed(self.mem):
+        if not self.traits.windowed:
             return <int32_t>n
         while same < n and self.same_sequences(start, start + same, width):
             same += 1
@@ -150,7 +150,7 @@ cdef class Batch(Outputs):
     cdef bint is_empty_window(self) noexcept:
         """Return whether this is an empty unified cache with a window."""
         cdef int32_t s
-        if self.kind != lib.MEMORY_SLIDING_WINDOW or self.streams:
+        if self.traits.kind != lib.MEMORY_SLIDING_WINDOW or self.traits.n_stream > 1:
             return False
         for s in range(<int32_t>self.n_seq_max):
             if self.seqs.next_pos(s) != 0:
@@ -225,7 +225,7 @@ cdef class Batch(Outputs):
         if self.pos[i] < 0:
             raise InvalidBatch(
                 f"position {self.pos[i]} (at {i}) is negative", index=i, value=self.pos[i], limit=0)
-        if self.pos[i] != 0 and lib.bounded(self.mem):
+        if self.pos[i] != 0 and self.traits.bounded:
             raise InvalidBatch(
                 f"sequence {s} is empty and must begin at 0, not {self.pos[i]}",
                 index=i, value=self.pos[i], limit=0)
@@ -234,11 +234,11 @@ cdef class Batch(Outputs):
     cdef int check_coupled(self, const int32_t* seqs, Py_ssize_t i, int32_t n) except -1:
         """Refuse a token of several sequences unless they hold the same cells."""
         cdef int32_t j, s, a = seqs[0]
-        if self.streams or self.seqs.whole_only() or lib.bounded(self.mem):
+        if self.traits.n_stream > 1 or self.traits.whole_only or self.traits.bounded:
             raise UnsupportedOperation(
                 "decode", f"token at {i} belongs to several sequences, which needs kv_unified=True "
                 "and a memory without recurrent state", "context")
-        if self.kind == lib.MEMORY_NONE:
+        if self.traits.kind == lib.MEMORY_NONE:
             return 0
         for j in range(1, n):
             s = seqs[j]

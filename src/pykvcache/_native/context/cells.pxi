@@ -45,15 +45,15 @@ cdef class Cells(Memory):
             facts = lib.look_at_memory(self.mem)
             return {
                 "kind": self.memory_kind,
-                "class_name": lib.class_name(self.mem).decode(),
+                "class_name": _text(self.traits.name),
                 "kv_unified": bool(self.effective.kv_unified),
-                "n_streams": lib.n_stream(self.mem) if self.kind != lib.MEMORY_NONE else 0,
+                "n_streams": self.traits.n_stream if self.traits.kind != lib.MEMORY_NONE else 0,
                 "n_cells": facts.n_cells,
                 "n_swa": facts.n_swa,
-                "can_shift": lib.why_no_shift(self.mem) == lib.SHIFT_OK,
+                "can_shift": self.traits.shift == lib.SHIFT_OK,
                 "can_copy_partial":
-                    self.kind != lib.MEMORY_NONE and not self.seqs.whole_only() and not self.streams,
-                "can_remove_partial": self.kind != lib.MEMORY_NONE and not self.seqs.whole_only(),
+                    self.traits.kind != lib.MEMORY_NONE and not self.traits.whole_only and self.traits.n_stream == 1,
+                "can_remove_partial": self.traits.kind != lib.MEMORY_NONE and not self.traits.whole_only,
                 "max_rollback": facts.max_rollback,
                 "bytes_total": facts.bytes_total,
                 "bytes_per_token": facts.bytes_per_token,
@@ -63,7 +63,7 @@ cdef class Cells(Memory):
             self.lock.unlock()
 
     cdef int default_part(self) noexcept:
-        return lib.PART_RECURRENT if self.kind == lib.MEMORY_RECURRENT else lib.PART_ATTENTION
+        return lib.PART_RECURRENT if self.traits.kind == lib.MEMORY_RECURRENT else lib.PART_ATTENTION
 
     @property
     def n_cells_used(self):
@@ -120,7 +120,7 @@ cdef class Cells(Memory):
         cdef dict found = {}
         self.lock_read()
         try:
-            if self.kind == lib.MEMORY_NONE:
+            if self.traits.kind == lib.MEMORY_NONE:
                 return found
             for s in range(self.n_seq_max):
                 if lib.extent(self.mem, s, lo, hi):
@@ -137,7 +137,7 @@ cdef class Cells(Memory):
             self.need_memory("kv_cache_compact")
             if not lib.can_compact(self.mem):
                 raise UnsupportedOperation(
-                    "kv_cache_compact", f"the order of cells matters to {lib.class_name(self.mem).decode()}")
+                    "kv_cache_compact", f"the order of cells matters to {_text(self.traits.name)}")
             self.apply_pending()
             with nogil:
                 moved = self.seqs.compact()
@@ -184,11 +184,11 @@ cdef class Cells(Memory):
             self.check_usable()
             if p == 0:
                 return True
-            if self.kind == lib.MEMORY_NONE or not lib.extent(self.mem, seq, lo, hi):
+            if self.traits.kind == lib.MEMORY_NONE or not lib.extent(self.mem, seq, lo, hi):
                 return False
             if self.seqs.needs_removal(seq) or lib.last_before(self.mem, seq, p) != p - 1:
                 return False
-            if p <= hi and self.seqs.whole_only():
+            if p <= hi and self.traits.whole_only:
                 return self.seqs.can_resume_at(seq, p)
             return bool(lib.window_intact(self.mem, seq, p))
         finally:
@@ -228,7 +228,7 @@ cdef class Cells(Memory):
                     "remove", f"{self.memory_kind} memory cannot give up [{a}, {b}) of sequence {seq}: "
                     "remove all of it and decode again", "memory")
             if follows:
-                if self.seqs.whole_only():
+                if self.traits.whole_only:
                     raise UnsupportedOperation(
                         "remove", f"{self.memory_kind} memory moves whole sequences only", "memory")
                 self.check_move("remove", seq, &from_pos, &to)

@@ -124,7 +124,7 @@ cdef class Decoding(Batch):
         cdef int32_t s
         if free_cells < 0:
             return 0  # no cells
-        if not self.streams:
+        if self.traits.n_stream == 1:
             return self.need_cells(n, free_cells, -1)
         memset(counts, 0, sizeof(counts))
         for i in range(n):
@@ -198,7 +198,7 @@ cdef class Decoding(Batch):
         cdef lib.llama_batch batch
         self.lock_write()
         try:
-            if not (self.model.has_encoder or self.kind == lib.MEMORY_NONE):
+            if not (self.model.has_encoder or self.traits.kind == lib.MEMORY_NONE):
                 raise UnsupportedOperation("encode", "the model has no encoder: use decode()")
             self.load_rows(rows, True)
             n = <Py_ssize_t>self.token.size()

@@ -21,14 +21,12 @@ cdef class Handle:
     cdef int exports
     cdef object __weakref__
     cdef bint broken
-    cdef readonly int32_t max_position
     cdef readonly uint32_t n_ctx, n_ctx_seq, n_batch, n_ubatch, n_seq_max
     cdef readonly bint embeddings, causal, swa_full
     cdef readonly int pooling_type
     cdef int32_t n_vocab, n_embd_out
     cdef lib.context_facts effective
-    cdef int kind
-    cdef bint streams, shiftable
+    cdef lib.memory_traits traits
     # Whether graphs use the index of sparse attention; None if no setting decides that.
     cdef readonly object index_use
 
@@ -70,10 +68,7 @@ cdef class Handle:
         if lib.is_remote(self.links):
             lib.build_each_graph(ctx)
         self.mem = self.seqs.cells()
-        self.kind = lib.kind(self.mem)
-        self.streams = lib.n_stream(self.mem) > 1
-        self.max_position = lib.max_position(self.mem)
-        self.shiftable = lib.why_no_shift(self.mem) == lib.SHIFT_OK
+        self.traits = lib.traits_of(self.mem)
         self.n_ctx = lib.llama_n_ctx(ctx)
         self.n_ctx_seq = lib.llama_n_ctx_seq(ctx)
         self.n_batch = lib.llama_n_batch(ctx)
@@ -81,13 +76,13 @@ cdef class Handle:
         self.n_seq_max = lib.llama_n_seq_max(ctx)
         self.effective = lib.look_at_context(ctx, self.mem)
         self.causal = self.effective.causal
-        if lib.may_be_dense(self.mem):  # as llama.cpp's graph of MiniMax M3 decides it
+        if self.traits.may_be_dense:  # as llama.cpp's graph of MiniMax M3 decides it
             self.index_use = bool(self.effective.flash_attn
                                   and (self.n_seq_max == 1 or not self.effective.kv_unified))
         self.pooling_type = self.effective.pooling_type
         self.embeddings = p.embeddings
         self.swa_full = p.swa_full
-        if lib.picks_blocks(self.mem) and self.n_seq_max > 1 and not self.streams:
+        if self.traits.picks_blocks and self.n_seq_max > 1 and self.traits.n_stream == 1:
             raise ContextCreateError(
                 "this memory attends to blocks of one sequence's cells, which sequences in one pool "
                 "break up: use kv_unified=False, or n_seq_max=1", "kv_unified", True, False)
@@ -115,7 +110,7 @@ cdef class Handle:
         if (lib.look_at_memory(self.mem).max_rollback != asked or not self.causal
                 or not lib.look_at_model(self.model_ref.get()).causal):
             raise ContextCreateError(
-                f"n_rs_seq={asked}: llama.cpp keeps no earlier states in {lib.class_name(self.mem).decode()} "
+                f"n_rs_seq={asked}: llama.cpp keeps no earlier states in {_text(self.traits.name)} "
                 "of this model (docs/concepts/kinds.md says of which it does)", "n_rs_seq", asked, 0)
         if self.n_ubatch < asked + 2:
             raise ContextCreateError(
@@ -199,7 +194,7 @@ cdef class Handle:
 
     cdef object too_far(self, object position, str what, p0=None, p1=None):
         """Return the exception for a position above the maximum."""
-        cdef int32_t last = self.max_position
+        cdef int32_t last = self.traits.max_position
         if last >= INT32_MAX - 32 - self.model.n_swa:
             why = "the limit of positions"
         elif self.model.facts.learned_positions and last == self.model.n_ctx_train - 1:

@@ -252,9 +252,9 @@ cdef class Arrays(Cells):
             self.lock.unlock()
 
     cdef int check_readable(self, int32_t seq) except -1:
-        if self.kind == lib.MEMORY_OTHER or lib.picks_blocks(self.mem):
+        if self.traits.kind == lib.MEMORY_OTHER or self.traits.picks_blocks:
             raise UnsupportedOperation(
-                "kv", f"the layout of {lib.class_name(self.mem).decode()} is not known here")
+                "kv", f"the layout of {_text(self.traits.name)} is not known here")
         if self.seqs.needs_removal(seq):
             raise UnsupportedOperation(
                 "kv", f"sequence {seq} holds the rest of an aborted decode: remove all of it", "sequence")

@@ -23,28 +23,33 @@ cdef class Memory(Handle):
     @property
     def memory_kind(self):
         """Kind of memory, as a word."""
-        return _KIND_NAMES[self.kind]
+        return _KIND_NAMES[self.traits.kind]
+
+    @property
+    def max_position(self):
+        """Highest position of a token."""
+        return self.traits.max_position
 
     @property
     def n_streams(self):
         """Number of separate streams of cells."""
         self.lock_read()
         try:
-            return lib.n_stream(self.mem)
+            return self.traits.n_stream
         finally:
             self.lock.unlock()
 
     def can_shift(self):
         """Return whether this memory can shift; needs no lock because it never changes."""
         self.check_open()
-        return self.shiftable
+        return self.traits.shift == lib.SHIFT_OK
 
     cdef bint is_recurrent_like(self) noexcept:
-        return (self.kind == lib.MEMORY_RECURRENT or self.kind == lib.MEMORY_HYBRID
-                or self.kind == lib.MEMORY_HYBRID_SLIDING_WINDOW)
+        return (self.traits.kind == lib.MEMORY_RECURRENT or self.traits.kind == lib.MEMORY_HYBRID
+                or self.traits.kind == lib.MEMORY_HYBRID_SLIDING_WINDOW)
 
     cdef int need_memory(self, str operation) except -1:
-        if self.kind == lib.MEMORY_NONE:
+        if self.traits.kind == lib.MEMORY_NONE:
             raise UnsupportedOperation(operation, "this model keeps no memory")
         return 0
 
@@ -66,7 +71,7 @@ cdef class Memory(Handle):
         self.lock_read()
         try:
             self.check_usable()
-            if overflow or n < 0 or n >= self.n_seq_max or self.kind == lib.MEMORY_NONE:
+            if overflow or n < 0 or n >= self.n_seq_max or self.traits.kind == lib.MEMORY_NONE:
                 return -1
             if not want_max:
                 return lib.first_kept(self.mem, <int32_t>n)
@@ -163,7 +168,7 @@ cdef class Memory(Handle):
             if whole:
                 a, b = 0, INT32_MAX
             self.raise_refused(self.seqs.copy(s, d, a, b), d, "seq_cp")
-            if self.kind == lib.MEMORY_OTHER:
+            if self.traits.kind == lib.MEMORY_OTHER:
                 # A removal would clear the source's compressed rows before a pending copy reads them.
                 self.apply_pending()
         finally:
@@ -183,19 +188,19 @@ cdef class Memory(Handle):
         if b <= lo or a > hi:
             return False
         # A recurrent state has a cell for its last position only.
-        return (a <= lo and b > hi) or self.seqs.whole_only() or lib.holds(self.mem, seq, a, b)
+        return (a <= lo and b > hi) or self.traits.whole_only or lib.holds(self.mem, seq, a, b)
 
     cdef int check_partial_copy(self, str operation, int32_t s, int32_t a, int32_t b) except -1:
         cdef int32_t next_pos
-        if self.seqs.whole_only():
+        if self.traits.whole_only:
             raise UnsupportedOperation(
                 operation, f"{self.memory_kind} memory copies whole sequences only: leave out p0 and p1",
                 "memory")
-        if self.streams:
+        if self.traits.n_stream > 1:
             raise UnsupportedOperation(
                 operation, "with kv_unified=False a copy goes to another stream and must be whole: "
                 "copy all, then remove what is not wanted", "context")
-        if self.kind == lib.MEMORY_ATTENTION:
+        if self.traits.kind == lib.MEMORY_ATTENTION:
             return 0  # no window
         next_pos = lib.last_before(self.mem, s, b) + 1
         if next_pos > a and not lib.window_intact(self.mem, s, next_pos):
@@ -258,18 +263,18 @@ cdef class Memory(Handle):
         """Return 0 if there is nothing to move; raise if this memory or sequence cannot be shifted at all."""
         self.need_memory(operation)
         self.check_usable()
-        if lib.why_no_shift(self.mem) == lib.SHIFT_MULTI_POS:
+        if self.traits.shift == lib.SHIFT_MULTI_POS:
             raise UnsupportedOperation(operation, _NO_SHIFT[lib.SHIFT_MULTI_POS])
         return a < b and lib.holds(self.mem, seq, a, b)
 
     cdef int check_move(self, str operation, int32_t seq, int32_t* a, int32_t* b) except -1:
         cdef int32_t lo = 0, hi = 0
-        cdef int why = lib.why_no_shift(self.mem)
+        cdef int why = self.traits.shift
         if why != lib.SHIFT_OK:
             raise UnsupportedOperation(
                 operation, _NO_SHIFT[why], "context" if why in _NO_SHIFT_OF_TYPE else "model")
         lib.extent(self.mem, seq, lo, hi)
-        if self.seqs.whole_only():
+        if self.traits.whole_only:
             if a[0] > lo or b[0] <= hi:
                 raise UnsupportedOperation(
                     operation, f"{self.memory_kind} memory moves whole sequences only", "memory")

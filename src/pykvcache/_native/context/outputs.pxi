@@ -147,7 +147,7 @@ cdef class Outputs(Partials):
 
         A sampler passes `check` False, because it checks each logit itself.
         """
-        if self.kind == lib.MEMORY_NONE and not self.model.is_diffusion:
+        if self.traits.kind == lib.MEMORY_NONE and not self.model.is_diffusion:
             raise UnsupportedOperation("logits", "this model gives embeddings only")
         if self.from_encoder:
             raise OutOfRangeError("there are no logits: encode() gives none, decode() does", what="logits")

@@ -170,11 +170,11 @@ cdef class Context(Adapted):
 
     cdef bint is_plain(self, Py_ssize_t n, Rows rows) noexcept:
         """Return whether a batch fits one call and its rows are logits."""
-        if (n < 1 or self.embeddings or not self.causal or self.kind == lib.MEMORY_NONE
+        if (n < 1 or self.embeddings or not self.causal or self.traits.kind == lib.MEMORY_NONE
                 or not self.effective.gives_logits):
             return False
         # A window takes one token of each sequence, or many of one.
-        if lib.windowed(self.mem):
+        if self.traits.windowed:
             return n <= self.n_ubatch and (rows is None or rows.n == 0)
         return n <= self.n_batch and (rows is None or rows.width == 1)
 
@@ -183,8 +183,8 @@ cdef class Context(Adapted):
         cdef Tokens ledger = lane.ledger
         return (not lane.was_overtaken() and 0 <= ledger.seq_id < <int32_t>self.n_seq_max
                 and 1 <= ledger.n < INT32_MAX and ledger.n_evaluated == ledger.n - 1
-                and (ledger.n <= self.n_ctx_seq or self.kind == lib.MEMORY_RECURRENT)
-                and ledger.n - 1 <= self.max_position
+                and (ledger.n <= self.n_ctx_seq or self.traits.kind == lib.MEMORY_RECURRENT)
+                and ledger.n - 1 <= self.traits.max_position
                 and self.is_as_noted(ledger, ledger.seq_id))
 
     cdef int find_rows(self, tuple lanes, Py_ssize_t n) except -1:

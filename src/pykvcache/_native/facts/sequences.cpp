@@ -19,8 +19,7 @@ bool sequence_facts::open(llama_context * context, adapter_lock * adapters) noex
     }
     ctx = context;
     n_seq_max = llama_seq_id(llama_n_seq_max(ctx));
-    streams = n_stream(mem) > 1;
-    whole = pykv::whole_only(mem);
+    traits = traits_of(mem);
     return true;
 }
 
@@ -56,12 +55,12 @@ void sequence_facts::moved(llama_seq_id seq, llama_pos from, llama_pos to) noexc
 void sequence_facts::copied(llama_seq_id src, llama_seq_id dst, llama_pos end) noexcept {
     removed(dst, 0);
     rows.copied(src, dst, end);
-    pending = pending || streams;
+    pending = pending || traits.n_stream > 1;
     // The cells depend on the source's encoder input, so the copy needs the same one.
     if (input_key(src) != input_key(dst)) {
         input_keys[size_t(dst)] = 0;
     }
-    if (whole) {
+    if (traits.whole_only) {
         set_first({}, mem, dst, first_of(mem, src));
         share_earlier({}, mem, src, dst);
     }
@@ -86,7 +85,7 @@ void sequence_facts::cleared() noexcept {
     versions.all_changed();
     rows.cleared();
     damaged.reset();
-    pending = pending && streams;
+    pending = pending && traits.n_stream > 1;
     forget_earlier({}, mem, -1);
 }
 
@@ -95,7 +94,7 @@ void sequence_facts::decoded(const llama_batch & batch) noexcept {
         if (!batch.logits[i]) {
             continue;
         }
-        if (kind(mem) == MEMORY_NONE) {
+        if (traits.kind == MEMORY_NONE) {
             rows.encoded();
         } else {
             rows.decoded(batch.pos[i], batch.seq_id[i], batch.n_seq_id[i]);
@@ -107,7 +106,7 @@ void sequence_facts::decoded(const llama_batch & batch) noexcept {
 void sequence_facts::failed(const llama_batch & batch, int32_t code, const int32_t * states_before) noexcept {
     const bool stopped = code != -1 && code != REFUSED;
     last_damaged.reset();
-    if (stopped && whole) {
+    if (stopped && traits.whole_only) {
         for (int32_t i = 0; i < batch.n_tokens; ++i) {
             last_damaged.set(size_t(batch.seq_id[i][0]));
         }
@@ -123,7 +122,7 @@ void sequence_facts::failed(const llama_batch & batch, int32_t code, const int32
     if (stopped) {
         roll_back_coupled(batch);
     }
-    if (code != -1 && kind(mem) != MEMORY_NONE) {
+    if (code != -1 && traits.kind != MEMORY_NONE) {
         // A failed search for room may have dropped window cells.
         for (llama_seq_id s = 0; s < n_seq_max; ++s) {
             if (!window_intact(mem, s, next_pos(s))) {
@@ -155,7 +154,7 @@ void sequence_facts::roll_back_coupled(const llama_batch & batch) noexcept {
 // Changes ---------------------------------------------------------------------------------------------
 
 int32_t sequence_facts::clear(bool data) noexcept {
-    const int32_t code = kind(mem) != MEMORY_NONE ? clear_cells({}, mem, data) : 0;
+    const int32_t code = traits.kind != MEMORY_NONE ? clear_cells({}, mem, data) : 0;
     cleared();
     return code;
 }
@@ -238,7 +237,7 @@ int32_t sequence_facts::copy(llama_seq_id src, llama_seq_id dst, llama_pos p0, l
 
 int32_t sequence_facts::shift(llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos delta) noexcept {
     const llama_pos first = first_from(mem, seq, p0);
-    if (whole) {
+    if (traits.whole_only) {
         set_first({}, mem, seq, first_of(mem, seq) + delta);
     }
     moved(seq, first, first + delta);
@@ -247,7 +246,7 @@ int32_t sequence_facts::shift(llama_seq_id seq, llama_pos p0, llama_pos p1, llam
 
 int32_t sequence_facts::divide(llama_seq_id seq, llama_pos p0, llama_pos p1, int d) noexcept {
     const llama_pos first = first_from(mem, seq, p0);
-    if (whole) {
+    if (traits.whole_only) {
         set_first({}, mem, seq, first_of(mem, seq) / d);
     }
     moved(seq, first, first / d);
@@ -361,10 +360,10 @@ int32_t sequence_facts::decode(const llama_batch & batch, bool is_first) noexcep
         }
         freed = false;
     }
-    for (llama_seq_id s = 0; whole && s < n_seq_max; ++s) {
+    for (llama_seq_id s = 0; traits.whole_only && s < n_seq_max; ++s) {
         states[s] = state_cell(mem, s);
     }
-    if (kind(mem) == MEMORY_RECURRENT) {
+    if (traits.kind == MEMORY_RECURRENT) {
         note_first_tokens(batch);
     }
     ++changes;

@@ -48,12 +48,10 @@ class sequence_facts {
     bool needs_removal(llama_seq_id seq) const { return damaged.test(size_t(seq)); }
     // Whether the last failed decode did that.
     bool was_damaged(llama_seq_id seq) const { return last_damaged.test(size_t(seq)); }
-    // Whether sequences can be removed, copied and moved only as a whole.
-    bool whole_only() const { return whole; }
     // Position after the last one. llama.cpp asks the window, which may be empty.
     llama_pos next_pos(llama_seq_id seq) const {
         llama_pos lo, hi;
-        return kind(mem) != MEMORY_NONE && extent(mem, seq, lo, hi) ? hi + 1 : 0;
+        return traits.kind != MEMORY_NONE && extent(mem, seq, lo, hi) ? hi + 1 : 0;
     }
     // Encoder-decoder models: hash of the encoder's input tokens for a sequence, 0 for none. Sequences with equal hashes
     // attend to the same input.
@@ -63,7 +61,7 @@ class sequence_facts {
         return !needs_removal(seq) && can_step_back(mem, seq, p0);
     }
     removal removal_of(llama_seq_id seq, llama_pos p0, llama_pos p1) const {
-        const removal what = pykv::removal_of(mem, seq, p0, p1, whole || needs_removal(seq));
+        const removal what = pykv::removal_of(mem, seq, p0, p1, traits.whole_only || needs_removal(seq));
         return what == REMOVE_REFUSED && can_resume_at(seq, p0) && p1 >= next_pos(seq) ? REMOVE_STEPS : what;
     }
 
@@ -144,8 +142,7 @@ class sequence_facts {
     adapter_lock *              model_adapters = nullptr;
     memory *                    mem = nullptr;
     llama_seq_id                n_seq_max = 0;
-    bool                        whole = false;
-    bool                        streams = false;
+    memory_traits               traits;
     bool                        pending = false;
     bool                        suspected = false, freed = false;
     uint64_t                    changes = 0;

@@ -83,7 +83,7 @@ int64_t compact_part(const edit_key & key, const memory * m, memory_part part, u
 }  // namespace
 
 bool can_compact(const memory * m) {
-    return m->kind != MEMORY_NONE && m->kind != MEMORY_OTHER && !picks_blocks(m);
+    return m->kind != MEMORY_NONE && m->kind != MEMORY_OTHER && !m->picks_blocks;
 }
 
 int64_t move_cells_down(edit_key key, memory * m, uint32_t n_seq_max) noexcept {

@@ -282,7 +282,7 @@ bool fits(const state_block & block, const live_tensor & t) {
 
 bool place(const edit_key & key, memory * m, bool v_trans, llama_seq_id seq, const std::vector<state_block> & blocks,
            const std::vector<state_piece> & pieces, bool two) {
-    if (whole_only(m)) {
+    if (m->whole_only) {
         return false;
     }
     std::vector<std::unique_ptr<placing>>             caches;

@@ -249,24 +249,19 @@ memory * memory_new(llama_context * ctx) noexcept {
         m->max_position = std::min(m->max_position, MOST_POSITIONS - llama_pos(m->hparams->n_swa));
         read_graph(ctx, *m);
         m->shift = find_no_shift(ctx, *m);
+        m->picks_blocks = m->bounded && m->recurrent;
+        m->may_be_dense = dynamic_cast<llama_kv_cache_msa *>(m->mem) != nullptr;
+        m->whole_only = m->recurrent || (m->mem && !m->has_layout);
+        m->windowed = m->swa != nullptr;
+        m->has_rest = m->windowed || m->whole_only;
+        m->n_stream = m->base ? m->base->get_n_stream() : 1;
         return m.release();
     });
 }
 
 void memory_delete(memory * m) noexcept { delete m; }
 
-memory_kind  kind(const memory * m) { return m->kind; }
-const char * class_name(const memory * m) { return m->name.c_str(); }
-no_shift     why_no_shift(const memory * m) { return m->shift; }
-llama_pos    max_position(const memory * m) { return m->max_position; }
-bool         bounded(const memory * m) { return m->bounded; }
-bool         picks_blocks(const memory * m) { return m->bounded && m->recurrent; }
-bool         may_be_dense(const memory * m) noexcept { return dynamic_cast<llama_kv_cache_msa *>(m->mem) != nullptr; }
-bool         has_layout(const memory * m) noexcept { return m->has_layout; }
-bool         whole_only(const memory * m) { return m->recurrent || (m->mem && !m->has_layout); }
-bool         has_rest(const memory * m) noexcept { return m->swa || whole_only(m); }
-bool         windowed(const memory * m) { return m->swa != nullptr; }
-uint32_t     n_stream(const memory * m) { return m->base ? m->base->get_n_stream() : 1; }
+const memory_traits & traits_of(const memory * m) noexcept { return *m; }
 
 context_facts look_at_context(const llama_context * ctx, const memory * m) {
     const auto & c = ctx->get_cparams();

@@ -63,6 +63,22 @@ struct context_facts {
     const char * fault;    // why llama.cpp would misread the graph's results, or ""
 };
 
+// What never changes about a memory.
+struct memory_traits {
+    memory_kind kind = MEMORY_NONE;
+    std::string name = "none";  // of llama.cpp's class
+    no_shift    shift = SHIFT_OK;
+    llama_pos   max_position = 0;      // of a token: limited by a learned table, by RoPE in float32, or by int32
+    bool        bounded = false;       // positions index the cells, so they start at 0 and end with the context
+    bool        picks_blocks = false;  // attention picks blocks of neighbouring cells that belong to the same sequences
+    bool        may_be_dense = false;  // graphs attend to all cells if flash attention is off or sequences share a stream
+    bool        has_layout = true;     // the layout of its states is known here
+    bool        whole_only = false;    // sequences can be changed only as a whole: they are states or compressed copies
+    bool        has_rest = false;      // a state has parts that are not in blocks (state_parts) and cannot be rewound
+    bool        windowed = false;      // some layers keep only a sliding window of cells
+    uint32_t    n_stream = 1;
+};
+
 struct memory_facts {
     uint32_t n_cells;          // cells per stream of the attention part, or number of recurrent states
     uint32_t n_swa;
@@ -89,26 +105,7 @@ std::vector<std::string> buffer_types(const memory * m);
 memory * memory_new(llama_context * ctx) noexcept;
 void memory_delete(memory * m) noexcept;
 
-memory_kind  kind(const memory * m);
-const char * class_name(const memory * m);
-no_shift     why_no_shift(const memory * m);
-// Highest position of a token: limited by a learned table, by RoPE in float32, or by int32.
-llama_pos    max_position(const memory * m);
-// Whether positions index the cells, so that they start at 0 and end with the context.
-bool         bounded(const memory * m);
-// Whether attention picks blocks of neighbouring cells that belong to the same sequences.
-bool         picks_blocks(const memory * m);
-// Whether graphs attend to all cells if flash attention is off or sequences share a stream.
-bool         may_be_dense(const memory * m) noexcept;
-// Whether the layout of its states is known here.
-bool         has_layout(const memory * m) noexcept;
-// Whether sequences can be changed only as a whole: their tokens are folded into a state or compressed copies.
-bool         whole_only(const memory * m);
-// Whether a state has parts that are not in blocks (state_parts), which cannot be rewound.
-bool         has_rest(const memory * m) noexcept;
-// Whether some layers keep only a sliding window of cells.
-bool         windowed(const memory * m);
-uint32_t     n_stream(const memory * m);
+const memory_traits & traits_of(const memory * m) noexcept;
 context_facts look_at_context(const llama_context * ctx, const memory * m);
 memory_facts look_at_memory(const memory * m);
 

@@ -38,20 +38,17 @@ struct earlier_states {
 };
 
 // A memory has at most one attention cache, an index of its cells, a window cache, and a recurrent part.
-class memory {
+class memory : public memory_traits {
   public:
-    memory_kind               kind = MEMORY_NONE;
-    std::string               name = "none";
-    no_shift                  shift = SHIFT_OK;
+    memory() { max_position = MOST_POSITIONS; }
+
     float                     key_scale = 1;  // factor by which RoPE scales keys
-    bool                      bounded = false;
     bool                      keys_only = false;  // V is read from the K of the same cell
     llama_memory_i *          mem = nullptr;
     llama_kv_cache *          base = nullptr;
     llama_kv_cache *          swa = nullptr;
     llama_kv_cache *          index = nullptr;  // of sparse attention: one cell per cell of base
     const llama_hparams *     index_hparams = nullptr;
-    bool                      has_layout = true;
     llama_memory_recurrent *  recurrent = nullptr;
     const llama_hparams *     hparams = nullptr;
     llm_arch                  arch = LLM_ARCH_UNKNOWN;
@@ -60,7 +57,6 @@ class memory {
     bool                      gives_logits = false;
     bool                      endless = false;
     std::string               fault;  // why llama.cpp would misread the graph's results
-    llama_pos                 max_position = MOST_POSITIONS;
     std::vector<llama_pos>    first = std::vector<llama_pos>(LLAMA_MAX_SEQ, 0);
     std::vector<earlier_states> earlier = std::vector<earlier_states>(LLAMA_MAX_SEQ);
 };

@@ -286,7 +286,7 @@ struct walk {
             }
             for (size_t s = 0; s < ends.size(); ++s) {
                 // Block search assumes contiguous positions; no decode leaves gaps.
-                if (part.part == PART_ATTENTION && picks_blocks(m) && last[s] >= int64_t(counts[s])) {
+                if (part.part == PART_ATTENTION && m->picks_blocks && last[s] >= int64_t(counts[s])) {
                     throw fault{STATE_DAMAGED, "has gaps: position " + std::to_string(last[s]) + " in " +
                                                    std::to_string(counts[s]) + " cells"};
                 }

@@ -229,13 +229,13 @@ cdef class Blocks(State):
     def has_window(self):
         """Whether the memory has window blocks."""
         self.check_open()
-        return lib.has_layout(self.mem) and lib.windowed(self.mem)
+        return self.traits.has_layout and self.traits.windowed
 
     @property
     def has_state_part(self):
         """Whether a sequence has state that is not in blocks."""
         self.check_open()
-        return self.is_recurrent_like() or (self.kind != lib.MEMORY_NONE and not lib.has_layout(self.mem))
+        return self.is_recurrent_like() or (self.traits.kind != lib.MEMORY_NONE and not self.traits.has_layout)
 
     def block_bytes(self, part="attention"):
         """Return the bytes of one cell in a block; 0 without such a part or with an unknown layout."""
@@ -248,7 +248,7 @@ cdef class Blocks(State):
         self.lock_read()
         try:
             self.has_states("blocks", True)
-            if lib.has_layout(self.mem):
+            if self.traits.has_layout:
                 made.layout = lib.block_layout_of(self.mem, self.v_trans(), which)
             return made
         finally:
@@ -310,7 +310,7 @@ cdef class Blocks(State):
         """Return the first window position that the token at position n sees; n if it sees none."""
         cdef int32_t end = _int(n, "n", 0, INT32_MAX)
         self.check_open()
-        return lib.window_start(self.mem, end) if lib.windowed(self.mem) else end
+        return lib.window_start(self.mem, end) if self.traits.windowed else end
 
     def least_cut(self, first):
         """Return the fewest tokens that a truncation can leave if the window cells begin at `first`."""
@@ -327,7 +327,7 @@ cdef class Blocks(State):
         self.lock_read()
         try:
             self.check_usable()
-            if self.kind == lib.MEMORY_NONE:
+            if self.traits.kind == lib.MEMORY_NONE:
                 return 0, 0
             return lib.window_begin(self.mem, seq), self.seqs.next_pos(seq)
         finally:
@@ -355,7 +355,7 @@ cdef class Blocks(State):
             if not self.has_state_part:
                 raise UnsupportedOperation(
                     "get_state_part", f"{self.memory_kind} memory has none: get_blocks takes all", "memory")
-            known = lib.has_layout(self.mem)
+            known = self.traits.has_layout
             if known:
                 plan.one = lib.recurrent_state_new(self.mem, seq)
                 if plan.one == NULL:
@@ -415,14 +415,14 @@ cdef class Blocks(State):
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         self.lock_write()
         try:
-            if not lib.has_layout(self.mem):
+            if not self.traits.has_layout:
                 self.set_whole(seq, bool(attention or window), state)
                 return
             self.has_states("blocks")
             self.take_blocks(lib.PART_ATTENTION, attention, cells, pieces)
             self.take_blocks(lib.PART_WINDOW, window or [], kept, pieces)
             kept.first = _int(window_first, "window_first", 0, INT32_MAX)
-            is_state = self.kind == lib.MEMORY_RECURRENT and state is not None
+            is_state = self.traits.kind == lib.MEMORY_RECURRENT and state is not None
             self.check_parts(state.end if is_state else lib.n_cells(cells), kept, state)
             self.join_parts(lib.ALL_PARTS, cells, kept, state, pieces, joined)
             self.set_pieces(seq, pieces, None, lib.CELL_PARTS if known_values else lib.NO_PARTS)
@@ -463,7 +463,7 @@ cdef class Blocks(State):
                     what="state", value=None if state is None else state.end, limit=n)
         elif state is not None and not self.has_state_part:
             raise ArgumentError(f"a state given: {self.memory_kind} memory has none", what="state")
-        if not lib.windowed(self.mem):
+        if not self.traits.windowed:
             return 0
         needed = n - lib.window_start(self.mem, <int32_t>n)
         if kept.first + n_kept != n:
@@ -496,7 +496,7 @@ cdef class Blocks(State):
         """Restore a whole sequence of this context."""
         if has_blocks or state is None or state.context is None or state.context() is not self:
             raise UnsupportedOperation(
-                "blocks", f"the layout of {lib.class_name(self.mem).decode()} is not known here: it takes "
+                "blocks", f"the layout of {_text(self.traits.name)} is not known here: it takes "
                 "back the states of this context only")
         self.has_states("blocks", True)
         return self.put_known(seq, Pieces([state.data]))

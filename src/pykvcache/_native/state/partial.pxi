@@ -41,21 +41,21 @@ cdef class Partials(Blocks):
     def has_layout(self):
         """Whether the layout of states is known, so that foreign ones can be checked."""
         self.check_open()
-        return lib.has_layout(self.mem)
+        return self.traits.has_layout
 
     @property
     def has_rest(self):
         """Whether states have parts outside blocks, which cannot be rewound."""
         self.check_open()
-        return lib.has_rest(self.mem)
+        return self.traits.has_rest
 
     cdef bint is_all(self) noexcept:
         """Whether partial states are the whole sequence."""
-        return self.kind == lib.MEMORY_RECURRENT or not lib.has_layout(self.mem)
+        return self.traits.kind == lib.MEMORY_RECURRENT or not self.traits.has_layout
 
     cdef int has_partial(self, str operation, bint inside=True) except -1:
         self.has_states(operation, inside)
-        if not lib.has_rest(self.mem):
+        if not self.traits.has_rest:
             raise UnsupportedOperation(
                 operation, "this memory needs none: clear_kv_cache_seq(seq_id, p0) rewinds it", "memory")
         return 0
@@ -100,11 +100,11 @@ cdef class Partials(Blocks):
                     "state was taken: get_state() takes all that set_state() needs", seq, state.pos)
             if state.pos < 0:
                 self.remove_from(seq, lib.REMOVE_WHOLE, 0, INT32_MAX)
-            elif (self.kind == lib.MEMORY_SLIDING_WINDOW
+            elif (self.traits.kind == lib.MEMORY_SLIDING_WINDOW
                     and lib.window_intact(self.mem, seq, state.pos + 1)):
                 # All cells that the next token sees are still there: a rewind is cheaper than a copy.
                 self.raise_refused(self.seqs.rewind(seq, state.pos), seq, "seq_rm")
-            elif not lib.has_layout(self.mem):
+            elif not self.traits.has_layout:
                 self.put_known(seq, Pieces([state.data]))
             else:
                 self.put_part(Pieces([state.data]), seq, state.first, state.pos, state.version)
@@ -118,7 +118,7 @@ cdef class Partials(Blocks):
         cdef vector[lib.state_block] blocks
         cdef lib.joined_state shorter
         self.check(pieces, seq, lib.PARTIAL_PARTS, blocks)
-        if lib.windowed(self.mem):
+        if self.traits.windowed:
             self.fit(seq, lib.PARTIAL_PARTS, blocks, pieces, shorter)
         self.need_room(seq, blocks)
         # A pending copy between streams would overwrite the restored cells.

@@ -176,9 +176,9 @@ cdef class State(Arrays):
     cdef int has_states(self, str operation, bint inside=False) except -1:
         """Refuse if there are no states; `inside`: they stay in this context and need no check."""
         self.need_memory(operation)
-        if not inside and not lib.has_layout(self.mem):
+        if not inside and not self.traits.has_layout:
             raise UnsupportedOperation(
-                operation, f"the layout of {lib.class_name(self.mem).decode()} is not known here")
+                operation, f"the layout of {_text(self.traits.name)} is not known here")
         if self.model.has_encoder:
             raise UnsupportedOperation(operation, "the cells depend on the encoder's input")
         return 0
@@ -189,7 +189,7 @@ cdef class State(Arrays):
         `window_from`: first window cell to include, also cells that llama.cpp omits.
         """
         cdef Plan plan = Plan.__new__(Plan)
-        if not lib.has_layout(self.mem):
+        if not self.traits.has_layout:
             plan.one = lib.written_state_new(self.mem, seq, False)
         elif seq < 0 or partial:
             plan.one = lib.written_state_new(self.mem, seq, partial)
@@ -261,7 +261,7 @@ cdef class State(Arrays):
         memset(begin, 0, sizeof(begin))
         self.has_states("set_state")
         self.check(pieces, seq, lib.ALL_PARTS, blocks, known)
-        if seq >= 0 and lib.windowed(self.mem):
+        if seq >= 0 and self.traits.windowed:
             self.fit(seq, lib.ALL_PARTS, blocks, pieces, shorter)
         for pair in firsts or ():
             if not 0 <= pair[1] < INT32_MAX:
@@ -305,7 +305,7 @@ cdef class State(Arrays):
     cdef int put(self, int32_t seq, Pieces pieces, const int32_t* begin) except -1:
         """Replace the contents; restore them if llama.cpp refuses."""
         cdef int32_t code
-        cdef Plan plan = self.plan(seq, False, 0 if lib.windowed(self.mem) else INT32_MAX)
+        cdef Plan plan = self.plan(seq, False, 0 if self.traits.windowed else INT32_MAX)
         before = Pieces([self.read_state(plan, np.empty(plan.size, np.uint8))])
         with nogil:
             code = self.seqs.replace(seq, pieces.pieces, begin)
@@ -342,7 +342,7 @@ cdef class State(Arrays):
         for block in blocks:
             if block.part != lib.PART_ATTENTION or block.kind != lib.BLOCK_CELLS:
                 continue
-            if self.streams:
+            if self.traits.n_stream > 1:
                 return 0  # the stream belongs to the sequence, and the check has compared sizes
             room = self.n_ctx
             taken = lib.n_used(self.mem, lib.PART_ATTENTION)

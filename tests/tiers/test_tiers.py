@@ -108,13 +108,13 @@ def test_windows_that_several_nodes_hold_are_not_loaded_again(
                 sequence.evaluate()
         assert cache.flush(30)
         tokens = np.asarray(prompt, np.int32).tobytes()
-        assert len(cache._blocks.tree.match(tokens).windows()) > 1
+        assert len(cache._core.blocks.tree.match(tokens).windows()) > 1
         with (
             PrefixCache(make_context("gemma3"), block_size=SIZE, tiers=[store]) as other,
             other.sequence(prompt) as sequence,
         ):
             sequence.evaluate()
-        names = cache._link._named(tokens, "").names
+        names = cache._core.link._named(tokens, "").names
         assert store.discard([window_key(name) for name in names[:5]]) > 0
         with cache.sequence(prompt) as sequence:
             assert sequence.reuse.evaluated == 1
@@ -132,7 +132,7 @@ def test_windows_and_states_count_in_how_long_loading_takes(
     with PrefixCache(make_context(name), block_size=SIZE, tiers=[store]) as cache:
         cache.sequence(prompt).evaluate()
     with PrefixCache(make_context(name), block_size=SIZE, tiers=[store], **WAIT) as cache:
-        tier = cache._link.tiers.tiers[0]
+        tier = cache._core.link.tiers.tiers[0]
 
         def estimate(n_bytes: int) -> float:
             thought.append(n_bytes)

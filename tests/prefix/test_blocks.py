@@ -44,18 +44,6 @@ def test_roots_differ_in_everything_that_matters(change: dict[str, Any]) -> None
     assert root_name(**facts) != root_name(**{**facts, **change})
 
 
-@pytest.mark.parametrize("what", ["model", "rope", "layout"])
-def test_digests_of_another_length_raise(what: str) -> None:
-    with pytest.raises(ValueError, match=f"{what} has 3 bytes"):
-        root_name(**{**DIGESTS, what: b"abc"}, block_size=2)
-
-
-@pytest.mark.parametrize("size", [0, -1, 2**31])
-def test_block_sizes_that_cannot_be_raise(size: int) -> None:
-    with pytest.raises(ValueError, match=str(size)):
-        root_name(**DIGESTS, block_size=size)
-
-
 @pytest.mark.parametrize("dtype", ["<i4", ">i4", "<u4", "<i8", ">u8", "<u2", "u1"])
 def test_tokens_are_the_same_bytes_whatever_held_them(dtype: str) -> None:
     wide = np.array([1, 0, 2, 0, 200], dtype)

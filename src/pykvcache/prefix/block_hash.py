@@ -13,7 +13,6 @@ from numpy.typing import ArrayLike, NDArray
 from pykvcache.errors import ArgumentError
 
 __all__ = [
-    "NAME_SIZE",
     "TOKEN_SIZE",
     "NameRoot",
     "NamedPrompt",
@@ -26,8 +25,6 @@ __all__ = [
     "window_key",
 ]
 
-#: Bytes of a name.
-NAME_SIZE: Final = 32
 #: Bytes of a token, as `token_bytes` gives them.
 TOKEN_SIZE: Final = 4
 
@@ -72,22 +69,6 @@ def root_name(
         adapters)``: numbers are little-endian, 4 bytes the block size and 8 the length; the salt
         is the namespace in UTF-8.
     """
-    digests = [("model", model), ("rope", rope), ("layout", layout)]
-    for what, digest in [*digests, *([("adapters", adapters)] if adapters else [])]:
-        if len(digest) != NAME_SIZE:
-            raise ArgumentError(
-                f"{what} has {len(digest)} bytes: a SHA-256 digest has {NAME_SIZE}",
-                what,
-                len(digest),
-                NAME_SIZE,
-            )
-    if not 1 <= block_size < 2**31:
-        raise ArgumentError(
-            f"block_size is {block_size}: it must be in [1, {2**31})",
-            "block_size",
-            block_size,
-            2**31 - 1,
-        )
     salt = namespace.encode("utf-8", "surrogatepass")
     head = struct.pack("<IQ", block_size, len(salt))
     return hashlib.sha256(_FORMAT + model + rope + layout + head + salt + adapters).digest()

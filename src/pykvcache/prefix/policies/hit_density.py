@@ -227,15 +227,18 @@ class HitDensity(Policy):
         return []
 
     def victim(self) -> Component | None:
-        """Return the one of those drawn that has the least density; the oldest among equals."""
+        """Return the one of those drawn that has the least density.
+
+        Among equals that is the oldest, and of one path the deepest.
+        """
         if not self._density:
             self._weigh()
         density, now = self._density, self._now
-        best, least = None, (math.inf, math.inf)
+        best, least = None, (math.inf, math.inf, math.inf)
         for one in self._drawn():
             life = one.notes
             value = density[life.group * _BUCKETS + _bucket(now - life.began)]
-            worth = (value * one.weight, life.began)
+            worth = (value * one.weight, life.began, -one.end)
             if worth < least:
                 best, least = one, worth
         return best

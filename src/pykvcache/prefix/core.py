@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -134,7 +133,6 @@ class CacheCore:
         self._admission = Admission(memory, self.blocks, self.link, keep_logits)
         self._prefetches = Prefetches()
         self._is_closed = False
-        self._pid = os.getpid()
         if self.has_tiers:
             self.pool.note_time = self.link.evaluation.note
             _with_tiers.add(self)
@@ -390,7 +388,7 @@ class CacheCore:
 
     def close(self) -> None:
         """Forget everything; takes the lock. Tiers get what the sequences in use have evaluated."""
-        if os.getpid() != self._pid:
+        if self._native.is_inherited:
             self._is_closed = True  # a forked child has none of its threads, and no context
             return
         with self.pool:

@@ -93,6 +93,13 @@ class MemoryShape:
             limit, windows, states, window_start=self.window_start, needs_state=self.needs_state
         )
 
+    def window_begin(self, end: int, slack: int = 0) -> int:
+        """Return the first token whose window cells are kept to go on after some tokens.
+
+        Without a window that is their end: none are.
+        """
+        return end if self.window_start is None else max(0, self.window_start(end) - slack)
+
     def floor(self, position: int) -> int:
         """Return the start of the block that holds a position."""
         return position - position % self.block_size

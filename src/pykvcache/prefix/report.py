@@ -49,15 +49,15 @@ class ReuseReport:
     first_difference: int | None = None
     reason: str = ""
 
-    def plus(self, new: ReuseReport, old: ReuseReport) -> ReuseReport:
-        """Return the sums with one report in place of another one."""
+    def plus(self, other: ReuseReport) -> ReuseReport:
+        """Return the sums of two reports."""
         return ReuseReport(
-            self.n_tokens + new.n_tokens - old.n_tokens,
-            live=self.live + new.live - old.live,
-            ram=self.ram + new.ram - old.ram,
-            disk=self.disk + new.disk - old.disk,
-            remote=self.remote + new.remote - old.remote,
-            evaluated=self.evaluated + new.evaluated - old.evaluated,
+            self.n_tokens + other.n_tokens,
+            live=self.live + other.live,
+            ram=self.ram + other.ram,
+            disk=self.disk + other.disk,
+            remote=self.remote + other.remote,
+            evaluated=self.evaluated + other.evaluated,
         )
 
     def _repr_html_(self) -> str:

@@ -92,7 +92,7 @@ class PrefixTree:
         state = None
         if shape.needs_state:
             state = next((node.state for node in match.nodes() if node.end == n), None)
-        return Resume(n, n if shape.window_start is None else shape.window_start(n), state)
+        return Resume(n, shape.window_begin(n), state)
 
     # Using --------------------------------------------------------------------------------------
 
@@ -364,7 +364,7 @@ class PrefixTree:
         if shape.window_start is not None:
             covered, first = 0, n
             for end in sorted(ends, reverse=True):
-                begin = shape.floor(max(0, shape.window_start(end) - slack))
+                begin = shape.floor(shape.window_begin(end, slack))
                 covered += max(0, min(end, first) - begin)
                 first = min(first, begin)
             size += covered * shape.window_bytes
@@ -387,12 +387,11 @@ class PrefixTree:
     def _missing_windows(self, match: Match, offer: Offer, n: int) -> list[Range]:
         """Return the tokens of an offer whose window cells the tree lacks and can use."""
         shape = self.shape
-        assert shape.window_start is not None
         wanted = union((first, min(last, n)) for first, last in offer.windows if first < n)
         if shape.needs_state:
             # A prompt goes on from states alone: other windows are of no use.
             places = [at for at in {*offer.states, *match.states()} if at <= n]
-            begins = union((max(0, shape.window_start(at) - shape.slack), at) for at in places)
+            begins = union((shape.window_begin(at, shape.slack), at) for at in places)
             wanted = overlaps(wanted, begins)
         return overlaps(wanted, gaps(match.windows(), n))
 
@@ -547,11 +546,8 @@ class PrefixTree:
 
     def _keep_end(self, node: Node, end: int, plan: Plan) -> None:
         """Keep the window and the state at a place where prompts are likely to go on."""
-        shape, node = self.shape, self._node_of(node, end)
-        wanted: list[Component] = []
-        if shape.window_start is not None:
-            first = max(0, shape.window_start(end) - plan.slack)
-            wanted = self._windows(node, first, end)
+        node = self._node_of(node, end)
+        wanted = self._windows(node, self.shape.window_begin(end, plan.slack), end)
         if node.state is not None and node.end == end:
             wanted.append(node.state)
         for one in wanted:

@@ -254,7 +254,7 @@ def sum_of(reports: list[ReuseReport]) -> ReuseReport:
     """Return the sums of several reports."""
     total = ReuseReport()
     for report in reports:
-        total = total.plus(report, ReuseReport())
+        total = total.plus(report)
     return total
 
 

@@ -246,9 +246,9 @@ def test_nobody_believes_in_what_has_gone(media: list[str]) -> None:
             elif what < 0.85:
                 read += islice(log, rng.randint(0, 3))
             else:
-                log.withdraw(rng.choice(["a", "b"]))
+                withdrawn = log.withdraw(rng.choice(["a", "b"]))
                 for tier in tiers:
-                    tier.say_again()
+                    tier.say_again(key for medium, key in withdrawn if medium == tier.medium)
         read += log
         for medium in {tier.medium for tier in tiers}:
             stored = [

@@ -326,8 +326,7 @@ class CacheCore:
                 self.blocks.clear(space)
             self._cancel(b"", space)
             tiers.cancel(space)
-            self.events.withdraw(space)
-            tiers.say_again()
+            tiers.say_again(self.events.withdraw(space))
         for request in list(self.live):
             if namespace not in (None, request.namespace):
                 continue

@@ -9,7 +9,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -234,18 +234,35 @@ class EventLog:
         if self._callbacks:
             self._say(self._callbacks, _public(event))
 
-    def withdraw(self, namespace: str | None) -> None:
-        """Forget the tokens of a namespace, or of all, that wait.
+    def withdraw(self, namespace: str | None) -> set[tuple[str, bytes]]:
+        """Forget the tokens of a namespace, or of all, that wait; a reader misses nothing else.
 
-        Removals still wait, also those of blocks that a reader has not heard of then.
+        Blocks that came and went in between are not reported; those that a reader has heard of
+        are still reported as removed.
+
+        Returns
+        -------
+        set of (str, bytes)
+            Medium and name of blocks in tiers of which an event was dropped.
         """
+        kept, unread = deque[tuple[CacheEvent | Stored, int]](), set[tuple[str, bytes]]()
         with self._lock:
-            self._events = deque(
-                (event, size)
-                for event, size in self._events
-                if not (isinstance(event, Stored) and namespace in (None, event.namespace))
-            )
-            self._nbytes = sum(size for _, size in self._events)
+            for event, size in self._events:
+                if isinstance(event, Stored) and namespace in (None, event.namespace):
+                    unread.update((event.medium, key) for key in event.names)
+                    continue
+                # Of tiers all stay: subscribers were told of what is dropped here.
+                if isinstance(event, BlockRemoved) and event.medium == _MEMORY:
+                    names = dict.fromkeys((_MEMORY, key) for key in event.block_hashes)
+                    left = tuple(key for one, key in names if (one, key) not in unread)
+                    unread.difference_update(names)
+                    if not left:
+                        continue
+                    event = replace(event, block_hashes=left)
+                    size = _size(event)
+                kept.append((event, size))
+            self._events, self._nbytes = kept, sum(size for _, size in kept)
+        return {one for one in unread if one[0] != _MEMORY}
 
 
 def _joined(

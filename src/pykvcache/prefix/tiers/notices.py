@@ -35,7 +35,7 @@ class Notices:
     def __init__(self, medium: str, sink: Sink) -> None:
         self.medium = _MEDIA.get(medium, "EXTERNAL")
         self._sink = sink
-        # And whether its event is sent again when it is used again.
+        # And whether its event was withdrawn: it is said again when it is used again.
         self._known: OrderedDict[bytes, bool] = OrderedDict()
         self._waiting: deque[CacheEvent | Stored] = deque()
         self._lock = threading.Lock()
@@ -90,10 +90,11 @@ class Notices:
         with self._lock:
             self._known.clear()
 
-    def say_again(self) -> None:
-        """Say of all blocks that they are there when they are used again; and if they go."""
+    def say_again(self, keys: Iterable[bytes]) -> None:
+        """Say of some blocks that they are there when they are used again; and if they go."""
+        wanted = set(keys)
         with self._lock:
-            self._known = OrderedDict.fromkeys(self._known, True)
+            self._known.update((key, True) for key in self._known.keys() & wanted)
 
     def _send(self) -> None:
         """Send the waiting events in their order: by one thread at a time, until none is left."""

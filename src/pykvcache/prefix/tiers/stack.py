@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -125,10 +126,13 @@ class Tiers:
         for tier in self.tiers:
             tier.notices.forget()
 
-    def say_again(self) -> None:
-        """Send events again of what is used from now on: those that waited were withdrawn."""
+    def say_again(self, withdrawn: Iterable[tuple[str, bytes]]) -> None:
+        """Say of blocks, by medium and name, that they are there when they are used again."""
+        keys = defaultdict[str, list[bytes]](list)
+        for medium, key in withdrawn:
+            keys[medium].append(key)
         for tier in self.tiers:
-            tier.notices.say_again()
+            tier.notices.say_again(keys[tier.notices.medium])
 
     def stats(self) -> tuple[TierStats, ...]:
         """Return the figures of every tier."""

@@ -45,8 +45,8 @@ settings.register_profile(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
-# `support.examples` scales what tests draw: `make test` takes two fifths, `make fuzz` 25 times.
-settings.register_profile("suite", settings.get_profile("all"), max_examples=40)
+# `support.examples` scales what tests draw: `make test` takes a quarter, `make fuzz` 25 times.
+settings.register_profile("suite", settings.get_profile("all"), max_examples=25)
 settings.register_profile("fuzz", settings.get_profile("all"), max_examples=2500)
 settings.load_profile("all" if models.EVERY_MODEL else "suite")
 

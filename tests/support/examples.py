@@ -1,4 +1,4 @@
-"""How much of a test a run takes: all in `make test-all`, two fifths in `make test`."""
+"""How much of a test a run takes: all in `make test-all`, a quarter in `make test`."""
 
 from __future__ import annotations
 

@@ -66,7 +66,6 @@ MODEL_FREE = {
     "events",
     "match",
     "node",
-    "plan",
     "policies",
     "tree",
     "windows",

@@ -13,8 +13,8 @@ from benchmarks.peers.primitives import Answer
 from benchmarks.peers.prompts import play, strangers
 from pykvcache import LlamaContext, LlamaModel, LlamaSequence, PrefixCache, Sampler
 from pykvcache.prefix.block_hash import token_bytes
+from pykvcache.prefix.match import Offer
 from pykvcache.prefix.node import MemoryShape
-from pykvcache.prefix.plan import Offer
 from pykvcache.prefix.policies import DEFAULT
 from pykvcache.prefix.tree import PrefixTree
 

@@ -221,7 +221,7 @@ def test_tiers_keep_adapters_apart(folder: Path, tmp_path: Path, name: str) -> N
 
 
 def test_names_of_blocks_without_adapters_stay() -> None:
-    from pykvcache.prefix.space import adapters_digest, space_of, split_space
+    from pykvcache.prefix.block_hash import adapters_digest, space_of, split_space
 
     assert adapters_digest(()) == b""
     assert space_of("tenant") == "tenant"

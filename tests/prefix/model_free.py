@@ -8,9 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pykvcache.prefix.block_hash import TOKEN_SIZE, token_bytes
-from pykvcache.prefix.match import Match, Resume
+from pykvcache.prefix.match import Hold, Match, Offer, Resume
 from pykvcache.prefix.node import Component, EndState, Kind, MemoryShape, Node
-from pykvcache.prefix.plan import Hold, Offer
 from pykvcache.prefix.policies import Policy
 from pykvcache.prefix.tree import PrefixTree
 from pykvcache.prefix.windows import is_resumable

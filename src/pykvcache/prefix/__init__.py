@@ -10,8 +10,7 @@
 `block_cache.py`     `BlockCache`: the tree, within a budget; one change at a time
 `tree.py`            `PrefixTree`: which tokens are known, with which cells; what leaves first
 `node.py`            `Node` and `Component`: attention cells, window cells, a state
-`match.py`           `Match`: what a lookup in the tree finds
-`plan.py`            `Offer` and `Plan`: what a sequence has, and what the tree lacks
+`match.py`           `Match`, `Offer`, `Plan`: what the tree has of a prompt, and what it lacks
 `windows.py`         which window cells are of use
 `block_hash.py`      names of blocks: a hash chain over all tokens before
 `memory.py`          `CacheMemory`: the one seam to llama.cpp's memory

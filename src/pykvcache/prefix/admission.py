@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from pykvcache.errors import KvCacheError
 from pykvcache.prefix.block_cache import BlockCache
-from pykvcache.prefix.match import Match
+from pykvcache.prefix.match import Match, Offer
 from pykvcache.prefix.memory import Buffer, CacheMemory
 from pykvcache.prefix.node import EndState, Kind
-from pykvcache.prefix.plan import Offer
 from pykvcache.sequence.cells import SequenceCells
 from pykvcache.sequence.checkpoints import CheckpointPolicy
 

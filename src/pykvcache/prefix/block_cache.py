@@ -12,10 +12,9 @@ from pykvcache._native import lib
 from pykvcache.errors import ReentryError
 from pykvcache.prefix.block_hash import TOKEN_SIZE, NameRoot, block_names
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, EventLog, Stored
-from pykvcache.prefix.match import Match, Resume
+from pykvcache.prefix.match import Hold, Match, Plan, Resume
 from pykvcache.prefix.memory import CacheMemory
 from pykvcache.prefix.node import Component
-from pykvcache.prefix.plan import Hold, Plan
 from pykvcache.prefix.policies import Policy
 from pykvcache.prefix.tree import PrefixTree
 

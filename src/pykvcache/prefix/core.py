@@ -15,7 +15,14 @@ from pykvcache.errors import ArgumentError, ClosedError, DeviceLost
 from pykvcache.prefix.admission import Admission, BlockCheckpoints
 from pykvcache.prefix.arguments import as_boundaries, as_namespace
 from pykvcache.prefix.block_cache import CHUNK_BYTES, NODE_BYTES, BlockCache
-from pykvcache.prefix.block_hash import TOKEN_SIZE, block_names, root_name
+from pykvcache.prefix.block_hash import (
+    TOKEN_SIZE,
+    adapters_digest,
+    block_names,
+    root_name,
+    space_of,
+    split_space,
+)
 from pykvcache.prefix.events import AllBlocksCleared, EventLog, Lookup
 from pykvcache.prefix.lookup import PromptLookup
 from pykvcache.prefix.memory import CacheMemory
@@ -25,7 +32,6 @@ from pykvcache.prefix.prefetch import Prefetch, Prefetches
 from pykvcache.prefix.report import ReuseReport
 from pykvcache.prefix.request import Request
 from pykvcache.prefix.sequence import CachedSequence
-from pykvcache.prefix.space import adapters_digest, space_of, split_space
 from pykvcache.prefix.stores import Envelope
 from pykvcache.prefix.tier_link import TierLink, least_seconds
 from pykvcache.prefix.tiers.cost_model import EvaluationTime

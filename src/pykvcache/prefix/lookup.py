@@ -13,12 +13,12 @@ import numpy.typing as npt
 from pykvcache._arguments import IntArray
 from pykvcache.model import LlamaModel
 from pykvcache.prefix.block_cache import BlockCache
+from pykvcache.prefix.block_hash import space_of
 from pykvcache.prefix.match import Match, Resume
 from pykvcache.prefix.memory import CacheMemory, Cells
 from pykvcache.prefix.node import Kind
 from pykvcache.prefix.report import BEFORE, Difference, Reason, ReuseReport
 from pykvcache.prefix.request import Request
-from pykvcache.prefix.space import space_of
 from pykvcache.prefix.tree import PrefixTree
 from pykvcache.sequence.cells import PutBack
 from pykvcache.sequence.ledger import common_prefix

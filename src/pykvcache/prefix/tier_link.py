@@ -21,10 +21,9 @@ from pykvcache.prefix.block_hash import (
     is_on_path,
     window_key,
 )
-from pykvcache.prefix.match import Match
+from pykvcache.prefix.match import Match, Offer
 from pykvcache.prefix.memory import Buffer, CacheMemory
 from pykvcache.prefix.node import EndState, Kind
-from pykvcache.prefix.plan import Offer
 from pykvcache.prefix.tiers.cost_model import EvaluationTime
 from pykvcache.prefix.tiers.loader import Load, Loaded, Wanted
 from pykvcache.prefix.tiers.records import End

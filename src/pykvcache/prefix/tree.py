@@ -9,9 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pykvcache._ranges import Range, gaps, overlaps, union
 from pykvcache.errors import ArgumentError
 from pykvcache.prefix.block_hash import TOKEN_SIZE, NameRoot, common_tokens
-from pykvcache.prefix.match import Match, Resume
+from pykvcache.prefix.match import Hold, Match, Offer, Plan, Resume
 from pykvcache.prefix.node import Component, EndState, Kind, MemoryShape, Node, cut, new_root
-from pykvcache.prefix.plan import Hold, Offer, Plan
 from pykvcache.prefix.policies import Policy, make_policy
 from pykvcache.prefix.windows import incomplete, is_resumable
 

@@ -10,9 +10,8 @@ import numpy as np
 
 from pykvcache._drawing.tree import Bar, draw_tree
 from pykvcache.model import LlamaModel
-from pykvcache.prefix.block_hash import TOKEN_SIZE
+from pykvcache.prefix.block_hash import TOKEN_SIZE, namespace_of
 from pykvcache.prefix.node import Node
-from pykvcache.prefix.space import namespace_of
 from pykvcache.prefix.tree import PrefixTree
 from pykvcache.sequence.text import text_of
 

@@ -14,6 +14,7 @@ from pykvcache.errors import ClosedError, StoreError
 from pykvcache.prefix.block_hash import window_key
 from pykvcache.prefix.report import ReuseReport
 from pykvcache.prefix.stores import FolderStore, MemoryStore
+from pykvcache.prefix.tier_link import TierLink
 from tiers.slow import SlowStore
 
 SERVED = tuple(case for case in CASES if case.has_states and case.name != "t5")
@@ -121,6 +122,35 @@ def test_windows_that_several_nodes_hold_are_not_loaded_again(
             assert apart(sequence.logits(), fresh_logits("gemma3", prompt)) < 1e-2
         # Two blocks of each part, and the end.
         assert cache.stats().tiers[0].read == 5
+
+
+@pytest.mark.parametrize("swa_full", [True, False], ids=["full", "window"])
+def test_after_a_restart_another_long_question_reuses_the_document(
+    swa_full: bool, make_context: Make, fresh_logits: Fresh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts never parted before the first question, which is longer than the windows' slack."""
+    document, written = words(1, 200), list[int]()
+    options = Case("gemma3", swa_full=swa_full).options
+    for more in (False, True):
+        store = MemoryStore()
+        with monkeypatch.context() as patch:
+            if not more:
+                patch.setattr(TierLink, "_n_more", lambda link, report: 0)
+            ctx = make_context("gemma3", **options)
+            with PrefixCache(ctx, block_size=SIZE, tiers=[store], **WAIT) as cache:
+                with cache.sequence([*document, *words(2, 40)]) as sequence:
+                    sequence.evaluate()
+                assert cache.flush(30)
+                written.append(cache.stats().tiers[0].written_bytes)
+        prompt = [*document, *words(3, 20)]
+        ctx = make_context("gemma3", **options)
+        with (
+            PrefixCache(ctx, block_size=SIZE, tiers=[store], **WAIT) as cache,
+            cache.sequence(prompt) as sequence,
+        ):
+            assert sequence.reuse.evaluated == (20 if more else 220)
+            assert apart(sequence.logits(), fresh_logits("gemma3", prompt)) < 1e-2
+    assert written[1] <= 1.25 * written[0]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mamba", "jamba", "lfm2_swa"])

@@ -140,7 +140,7 @@ class Admission:
             if wants and n and self._link.has_tiers:
                 tokens = cells.ledger.part(0, n).tobytes()
                 ends = {at for at in (request.report.n_tokens, *request.boundaries, n) if at <= n}
-                self._link.write(tokens, request.space, ends, source, states)
+                self._link.write(tokens, request.space, ends, source, states, request.report)
             if is_last and self._link.has_tiers:
                 self._use(request, n if wants else 0)
             if is_last:

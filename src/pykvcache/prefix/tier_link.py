@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 import numpy as np
@@ -24,6 +24,7 @@ from pykvcache.prefix.block_hash import (
 from pykvcache.prefix.match import Match, Offer
 from pykvcache.prefix.memory import Buffer, CacheMemory
 from pykvcache.prefix.node import EndState, Kind
+from pykvcache.prefix.report import ReuseReport
 from pykvcache.prefix.tiers.cost_model import EvaluationTime
 from pykvcache.prefix.tiers.loader import Load, Loaded, Wanted
 from pykvcache.prefix.tiers.records import End
@@ -37,6 +38,8 @@ _WAIT = 0.1
 _FIRST_WAIT = 0.1
 # After so many requests that asked for nothing, one loads in the background, to learn.
 _TRY_EVERY = 16
+
+_NOTHING = ReuseReport()
 
 # Operations per second, which a thread of a processor and a graphics card hardly exceed.
 _PER_THREAD, _PER_DEVICE = 1e11, 5e14
@@ -233,14 +236,16 @@ class TierLink:
         self,
         tokens: bytes,
         namespace: str,
-        ends: Iterable[int],
+        ends: Collection[int],
         source: Source | None,
         states: dict[int, EndState],
+        report: ReuseReport = _NOTHING,
     ) -> None:
         """Give the tiers what stands in memory, or can still be read, of a sequence that closes.
 
         Windows and end records are written for ``ends``, where prompts are likely to go on. Cells
         that are not in memory come from ``source``; ``states`` are by their number of tokens.
+        The report tells where the prompt ended, and how much of it is new.
         """
         size = self._memory.shape.block_size
         prompt = self._named(tokens, namespace)
@@ -258,6 +263,8 @@ class TierLink:
         windows = set[int]()
         for end in places:
             windows.update(self._window_blocks(end))
+        if report.n_tokens in ends:
+            windows.update(self._window_blocks(report.n_tokens, self._n_more(report)))
         records += [
             (window_key(names[i]), partial(out.cells, Kind.WINDOW, i * size, size))
             for i in sorted(windows, reverse=True)
@@ -281,13 +288,26 @@ class TierLink:
                 keys[prompt.end_key(end)] = None
         self.tiers.remove(list(keys))
 
-    def _window_blocks(self, end: int) -> range:
-        """Return the full blocks whose window cells are kept for an end."""
+    def _window_blocks(self, end: int, more: int = 0) -> range:
+        """Return the full blocks whose window cells are kept for an end, and more before them."""
         shape = self._memory.shape
         if shape.window_start is None:
             return range(0)
-        first = max(0, shape.window_start(end) - shape.slack)
+        first = max(0, shape.window_start(end) - shape.slack - more)
         return range(first // shape.block_size, end // shape.block_size)
+
+    def _n_more(self, report: ReuseReport) -> int:
+        """Return how many tokens before its window a prompt's window cells are written of, too.
+
+        The next prompt may ask another question about the same document: it parts before the
+        first question, which may be long. They are a fifth of the bytes that are written anyway.
+        """
+        shape, n = self._memory.shape, report.evaluated
+        if shape.window_start is None or shape.needs_state or not shape.window_bytes:
+            return 0
+        width = report.n_tokens - shape.window_start(report.n_tokens) + shape.slack
+        n_bytes = n * shape.attention_bytes + min(n, width) * shape.window_bytes
+        return n_bytes // (5 * shape.window_bytes)
 
 
 class _Out:

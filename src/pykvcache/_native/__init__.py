@@ -17,7 +17,7 @@ def _is_main_interpreter() -> bool:
 
 
 # Checked before the extension is loaded: after a failed import in a subinterpreter, the main
-# interpreter could not load it either.
+# interpreter could not load it either. lib.pyx checks again, without Python modules.
 if not _is_main_interpreter():
     raise ImportError(
         "pykvcache cannot be used in a subinterpreter, only in the main one: llama.cpp's threads "

@@ -77,6 +77,10 @@ cdef class Model:
             p.devices = devices.data()
         if params["tensor_split"] is not None:
             split.resize(lib.llama_max_devices(), 0)  # llama.cpp copies all of it
+            if len(params["tensor_split"]) > <Py_ssize_t>split.size():
+                raise ArgumentError(
+                    f"tensor_split has more than {split.size()} shares",
+                    what="tensor_split", value=len(params["tensor_split"]), limit=split.size())
             for i, share in enumerate(params["tensor_split"]):
                 split[<size_t>i] = <float>share
             p.tensor_split = split.data()

@@ -1,5 +1,15 @@
 # Interpreter checks, logging, errors caught in C++, fork.
 
+cdef extern from "Python.h":
+    ctypedef struct PyInterpreterState:
+        pass
+    PyInterpreterState* PyInterpreterState_Get()
+    PyInterpreterState* PyInterpreterState_Main()
+
+# Hooks, log and exit handling belong to one interpreter. __init__.py checks first.
+if PyInterpreterState_Get() != PyInterpreterState_Main():
+    raise ImportError("pykvcache cannot be used in a subinterpreter")
+
 # A free-threaded interpreter enables the GIL for this module, unless told not to.
 if not getattr(sys, "_is_gil_enabled", lambda: True)():
     raise ImportError(

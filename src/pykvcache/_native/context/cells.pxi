@@ -43,6 +43,7 @@ cdef class Cells(Memory):
         self.lock_read()
         try:
             facts = lib.look_at_memory(self.mem)
+            takes_parts = self.traits.kind != lib.MEMORY_NONE and not self.traits.whole_only
             return {
                 "kind": self.memory_kind,
                 "class_name": _text(self.traits.name),
@@ -51,9 +52,8 @@ cdef class Cells(Memory):
                 "n_cells": facts.n_cells,
                 "n_swa": facts.n_swa,
                 "can_shift": self.traits.shift == lib.SHIFT_OK,
-                "can_copy_partial":
-                    self.traits.kind != lib.MEMORY_NONE and not self.traits.whole_only and self.traits.n_stream == 1,
-                "can_remove_partial": self.traits.kind != lib.MEMORY_NONE and not self.traits.whole_only,
+                "can_copy_partial": takes_parts and self.traits.n_stream == 1,
+                "can_remove_partial": takes_parts,
                 "max_rollback": facts.max_rollback,
                 "bytes_total": facts.bytes_total,
                 "bytes_per_token": facts.bytes_per_token,

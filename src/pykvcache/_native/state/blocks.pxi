@@ -235,7 +235,7 @@ cdef class Blocks(State):
     def has_state_part(self):
         """Whether a sequence has state that is not in blocks."""
         self.check_open()
-        return self.is_recurrent_like() or (self.traits.kind != lib.MEMORY_NONE and not self.traits.has_layout)
+        return self.traits.whole_only
 
     def block_bytes(self, part="attention"):
         """Return the bytes of one cell in a block; 0 without such a part or with an unknown layout."""

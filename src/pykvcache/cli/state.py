@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from typing import Any
 
 import click
 
 from pykvcache.cli.options import CACHE_TYPES, json_option, model_option, number, option
 from pykvcache.cli.terminal import load_model, table
+from pykvcache.context import LlamaContext
+from pykvcache.errors import StateFormatError
+from pykvcache.state import ContextState, LlamaStateFile, SequenceState, StateInfo, describe_state
 from pykvcache.state.container import naming
 
 __all__ = ["state"]
@@ -39,7 +43,7 @@ def info(file: str, as_json: bool) -> None:
     It reads llama.cpp's own files, too.
     """
     with naming(file):
-        facts = _llama_facts(file) or _facts(file)
+        facts = _facts(file, _header(file))
     if as_json:
         click.echo(json.dumps(facts, ensure_ascii=False, indent=1))
     else:
@@ -56,17 +60,15 @@ def verify(file: str, model: str, restore: bool) -> None:
     The exit code is 1 if the file is damaged, or if --restore is given and the model does not fit
     it. llama.cpp's own files have no checksum: only their structure is checked.
     """
-    from pykvcache.state import LlamaStateFile
-
     with naming(file):
-        if _llama_facts(file) is not None:
-            LlamaStateFile.load(file)
+        header = _header(file)
+        if isinstance(header, LlamaStateFile):
             what = "well formed (llama.cpp's files have no checksum)"
         else:
-            _load(file)
+            (ContextState if header.kind == "context" else SequenceState).load(file)
             what = "intact"
         if restore:
-            _restored(file, model).close()
+            _restored(file, header, model)[0].close()
             what += ", and fits the model"
     click.echo(f"{file}: {what}")
 
@@ -87,8 +89,6 @@ def cut(file: str, out: str, tokens: int) -> None:
 
     A recurrent state cannot be cut: it is one state for all of its tokens.
     """
-    from pykvcache import SequenceState
-
     with naming(file):
         sequence = SequenceState.load(file, mapped=False)
     if tokens > len(sequence):
@@ -129,123 +129,90 @@ def convert(
     --to, --type-k and --type-v are the changes; without them a file of llama.cpp becomes one of
     pykvcache. It needs the model of the state: a context of it restores the state and writes it.
     """
-    import os
-
     if os.path.exists(out) and os.path.samefile(file, out):
         raise click.UsageError("OUT is FILE: give it another name")
     with naming(file):
-        if to == "pykvcache" and _has_types(file, type_k, type_v):
+        header = _header(file)
+        if to == "pykvcache" and _has_types(header, type_k, type_v):
             raise click.UsageError(
                 f"{file} would stay as it is: say what to change by --to, --type-k or --type-v"
             )
-        ctx = _restored(file, model, type_k, type_v)
+        ctx, saved = _restored(file, header, model, type_k, type_v)
     with ctx:
-        tokens, metadata = _user_data(file)
         if to == "llama.cpp":
-            size = ctx.save_llama_file(out, 0, tokens)
+            size = ctx.save_llama_file(out, 0, saved.tokens)
+        elif isinstance(saved, LlamaStateFile):
+            size = ctx.save_sequence(out, 0, saved.tokens if len(saved.tokens) else None)
         else:
-            size = ctx.save_sequence(out, 0, tokens, metadata)
+            size = ctx.save_sequence(out, 0, saved.tokens, saved.metadata)
     click.echo(f"{out}: {to}, {size:,} bytes")
 
 
-def _facts(file: str) -> dict[str, Any]:
-    from pykvcache import describe_state
+def _header(file: str) -> StateInfo | LlamaStateFile:
+    """Read the header of a file, or the whole of one of llama.cpp's, which has no checksum."""
+    try:
+        return LlamaStateFile.load(file)
+    except StateFormatError:
+        return describe_state(file)
 
-    found = describe_state(file)
+
+def _facts(file: str, header: StateInfo | LlamaStateFile) -> dict[str, Any]:
+    if isinstance(header, LlamaStateFile):
+        return {
+            "file": file,
+            "kind": f"{header.kind} of llama.cpp, version {header.version}",
+            "tokens": len(header.tokens),
+            "token_ids": len(header.tokens) > 0,
+            "state_bytes": len(header.state),
+        }
     facts = {
         "file": file,
-        "kind": found.kind,
-        "tokens": found.n_tokens,
-        "token_ids": found.has_tokens,
-        "types": ", ".join(f"{k} {v}" for k, v in found.types.items()),
-        "checksum": found.checksum,
-        "bytes": found.n_bytes,
-        "metadata": dict(found.metadata),
+        "kind": header.kind,
+        "tokens": header.n_tokens,
+        "token_ids": header.has_tokens,
+        "types": ", ".join(f"{k} {v}" for k, v in header.types.items()),
+        "checksum": header.checksum,
+        "bytes": header.n_bytes,
+        "metadata": dict(header.metadata),
     }
-    for name, value in dataclasses.asdict(found.fingerprint).items():
+    for name, value in dataclasses.asdict(header.fingerprint).items():
         facts[f"fingerprint_{name}"] = value
     return facts
 
 
-def _llama_facts(file: str) -> dict[str, Any] | None:
-    """Return the facts of a file of llama.cpp; None of any other."""
-    from pykvcache.errors import StateFormatError
-    from pykvcache.state import LlamaStateFile
-
-    try:
-        found = LlamaStateFile.load(file)
-    except StateFormatError:
-        return None
-    return {
-        "file": file,
-        "kind": f"{found.kind} of llama.cpp, version {found.version}",
-        "tokens": len(found.tokens),
-        "token_ids": len(found.tokens) > 0,
-        "state_bytes": len(found.state),
-    }
-
-
-def _has_types(file: str, type_k: str | None, type_v: str | None) -> bool:
+def _has_types(header: StateInfo | LlamaStateFile, type_k: str | None, type_v: str | None) -> bool:
     """Whether a file is one of pykvcache, with these types of keys and values."""
-    from pykvcache import describe_state
-
-    if _llama_facts(file) is not None:
+    if isinstance(header, LlamaStateFile):
         return False
-    types = describe_state(file).types
-    return all(wanted in (None, types.get(part)) for part, wanted in (("k", type_k), ("v", type_v)))
+    wanted = {"k": type_k, "v": type_v}
+    return all(one in (None, header.types.get(part)) for part, one in wanted.items())
 
 
-def _load(file: str) -> Any:
-    from pykvcache import SequenceState, describe_state
-    from pykvcache.state import ContextState
-
-    whole = describe_state(file).kind == "context"
-    return ContextState.load(file) if whole else SequenceState.load(file)
-
-
-def _user_data(file: str) -> tuple[Any, Any]:
-    """Return the token ids and the metadata that go with a sequence."""
-    from pykvcache.state import LlamaStateFile
-
-    if _llama_facts(file) is not None:
-        tokens = LlamaStateFile.load(file).tokens
-        return (tokens if len(tokens) else None), None
-    found = _load(file)
-    return found.tokens, found.metadata
-
-
-def _restored(file: str, model: str, type_k: str | None = None, type_v: str | None = None) -> Any:
-    """Return a context with the file's state in sequence 0."""
-    from pykvcache import LlamaContext, describe_state
-
-    theirs = _llama_facts(file)
-    options: dict[str, Any] = {}
-    whole = False
-    if theirs is None:
-        found = describe_state(file)
-        whole = found.kind == "context"
-        options = {f"type_{part}": kind for part, kind in found.types.items() if part in "kv"}
-        n_tokens = found.n_tokens
-    else:
-        n_tokens = theirs["tokens"]
-        whole = theirs["kind"].startswith("context")
-    if whole:
+def _restored(
+    file: str,
+    header: StateInfo | LlamaStateFile,
+    model: str,
+    type_k: str | None = None,
+    type_v: str | None = None,
+) -> tuple[LlamaContext, SequenceState | LlamaStateFile]:
+    """Return a context with the file's state in sequence 0, and the state."""
+    if header.kind == "context":
         raise click.UsageError(f"{file} holds a whole context: load it with ctx.load_context")
-    if type_k is not None:
-        options["type_k"] = type_k
-    if type_v is not None:
-        options["type_v"] = type_v
+    if isinstance(header, LlamaStateFile):
+        n_tokens, theirs = len(header.tokens), {}
+    else:
+        n_tokens, theirs = header.n_tokens, dict(header.types)
+    types = {"type_k": type_k or theirs.get("k"), "type_v": type_v or theirs.get("v")}
+    options: dict[str, Any] = {name: kind for name, kind in types.items() if kind is not None}
     with load_model(model) as loaded:
         ctx = LlamaContext(loaded, n_ctx=max(256, n_tokens), n_seq_max=1, **options)
         try:
-            if theirs is None:
-                ctx.load_sequence(file, 0, convert=True)
-            else:
-                ctx.load_llama_file(file, 0)
+            if isinstance(header, LlamaStateFile):
+                return ctx, ctx.load_llama_file(file, 0)
+            return ctx, ctx.load_sequence(file, 0, convert=True)
         except BaseException:
             ctx.close()
             raise
-        return ctx
 
 
 def _text(value: Any) -> str:

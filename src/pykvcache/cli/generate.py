@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from contextlib import ExitStack
-from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -27,8 +24,11 @@ from pykvcache.cli.options import (
     stop_option,
     template_option,
 )
-from pykvcache.cli.terminal import is_terminal, load_model, note, open_from_options, watched
+from pykvcache.cli.terminal import context_arguments, is_terminal, load_model, note, watched
+from pykvcache.generate.handle import GenerationHandle
+from pykvcache.llm import LLM
 from pykvcache.model import LlamaModel
+from pykvcache.prefix.sequence import CachedSequence
 from pykvcache.sequence.logprobs import TokenLogprob
 
 __all__ = ["generate"]
@@ -98,10 +98,6 @@ def generate(
     Several samples share one evaluation of the prompt, and are generated together, with one decode
     per step.
     """
-    from pykvcache import BatchGenerator, LlamaSequence, PrefixCache
-    from pykvcache.llm import as_tiers
-    from pykvcache.prefix.sequence import CachedSequence
-
     for what, value, needed in (("system", system, chat), ("template", template, chat)):
         if value is not None and not needed:
             raise click.UsageError(f"--{what} goes with --chat")
@@ -110,7 +106,7 @@ def generate(
     if grammar is not None and json_schema is not None:
         raise click.UsageError("--grammar and --json-schema were given: one of them")
     text = read_text(prompt, file)
-    with load_model(model) as loaded, ExitStack() as stack:
+    with load_model(model) as loaded:
         follow: dict[str, Any] = {}
         if grammar is not None:
             follow = {"grammar": read_file(grammar), "model": loaded}
@@ -119,57 +115,71 @@ def generate(
             schema = json_schema if is_text else read_file(json_schema)
             follow = {"json_schema": schema, "model": loaded}
         sampler = make_sampler(options, **follow)
-        given: Any = text
         if chat:
-            given, quote = _rendered(loaded, text, system, template)
+            tokens, quote = _rendered(loaded, text, system, template)
             stop += quote
-        ctx = stack.enter_context(open_from_options(loaded, options, n_seq_max=min(samples, 64)))
-        start = time.perf_counter()
-        cache: PrefixCache | None = None
-        sequence: LlamaSequence
-        if cache_place is None:
-            sequence = LlamaSequence(ctx, given)
         else:
-            cache = stack.enter_context(PrefixCache(ctx, tiers=as_tiers(cache_place)))
-            sequence = cache.sequence(given)
-        with sequence:
-            n_prompt = len(sequence)
-            if n_prompt == 0:
-                raise click.UsageError("the prompt has no tokens")
-            if n_prompt > ctx.n_ctx_seq and ctx.memory_kind != "recurrent":
-                raise click.ClickException(
-                    f"the prompt has {n_prompt} tokens, and the cache has room for "
-                    f"{ctx.n_ctx_seq}: give a larger --n-ctx"
-                )
-            reused = ""
-            if isinstance(sequence, CachedSequence):
-                reused = f", {n_prompt - sequence.reuse.evaluated} of them reused,"
-            with watched(ctx, n_prompt):
-                sequence.logits()  # evaluates; the first token is chosen from them
-            evaluated = time.perf_counter() - start
-            if samples == 1:
-                found = [_stream(sequence, max_tokens, sampler, stop, logprobs, echo=not as_json)]
-            else:
-                generator = BatchGenerator(ctx if cache is None else cache)
-                found = generator.submit(
-                    sequence, max_tokens, sampler, n=samples, stop=stop, logprobs=logprobs
-                )
-                generator.run()
-                if not as_json:
-                    for number, each in enumerate(found):
-                        click.secho(f"--- {number}", dim=True)
-                        click.echo(each.text)
-        seconds = time.perf_counter() - start
-        n_new = sum(len(each.tokens) for each in found)
-        if as_json:
-            for each in found:
-                click.echo(json.dumps(_line(each, n_prompt, logprobs), ensure_ascii=False))
-        if is_terminal(sys.stderr):
-            rate = n_new / max(seconds - evaluated, 1e-9)
-            note(
-                f"[{n_prompt} tokens{reused} in {evaluated:.2f} s, {n_new} generated, {rate:.0f} "
-                f"tokens/s, {found[0].finish_reason}]"
+            tokens = loaded.tokenize(text)
+        memory = {"cache": cache_place} if cache_place is not None else {"ram_bytes": 0}
+        with LLM(
+            loaded, n_parallel=min(samples, 64), **context_arguments(options), **memory
+        ) as llm:
+            _check_length(llm, len(tokens))
+            found: Any = llm.generator.submit(
+                tokens, max_tokens, sampler, n=samples, stop=stop, logprobs=logprobs
             )
+            handles: list[GenerationHandle] = [found] if samples == 1 else found
+            _run(llm, handles, len(tokens), echo=not as_json)
+            if as_json:
+                for each in handles:
+                    line = _line(each, len(tokens), logprobs)
+                    click.echo(json.dumps(line, ensure_ascii=False))
+            if is_terminal(sys.stderr):
+                note(f"[{_figures(handles, len(tokens))}]")
+
+
+def _check_length(llm: LLM, n_prompt: int) -> None:
+    room = llm.context.n_ctx_seq
+    if n_prompt == 0:
+        raise click.UsageError("the prompt has no tokens")
+    if n_prompt > room and llm.context.memory_kind != "recurrent":
+        raise click.ClickException(
+            f"the prompt has {n_prompt} tokens, and the cache has room for {room}: give a larger "
+            "--n-ctx"
+        )
+
+
+def _run(llm: LLM, handles: list[GenerationHandle], n_prompt: int, *, echo: bool) -> None:
+    """Generate the texts; with `echo` show one as it is generated, or all at the end."""
+    if len(handles) == 1:
+        stream = handles[0].stream()
+        with watched(llm.context, n_prompt):
+            piece = next(stream, None)
+        while piece is not None:
+            if echo:
+                click.echo(piece, nl=False)
+            piece = next(stream, None)
+        if echo:
+            click.echo()
+    else:
+        llm.generator.run()
+        for number, each in enumerate(handles if echo else ()):
+            click.secho(f"--- {number}", dim=True)
+            click.echo(each.text)
+
+
+def _figures(handles: list[GenerationHandle], n_prompt: int) -> str:
+    one, times = handles[0], handles[0].times
+    end = max(each.times.finished or 0.0 for each in handles)
+    evaluated = times.first_token or end
+    n_new = sum(len(each.tokens) for each in handles)
+    reused = ""
+    if isinstance(one.sequence, CachedSequence) and one.sequence.reuse.evaluated < n_prompt:
+        reused = f", {n_prompt - one.sequence.reuse.evaluated} of them reused,"
+    return (
+        f"{n_prompt} tokens{reused} in {evaluated - times.queued:.2f} s, {n_new} generated, "
+        f"{n_new / max(end - evaluated, 1e-9):.0f} tokens/s, {one.finish_reason}"
+    )
 
 
 def _rendered(
@@ -184,7 +194,7 @@ def _rendered(
     return tokens, closing_quote(rendered)
 
 
-def _line(one: Any, n_prompt: int, logprobs: int) -> dict[str, Any]:
+def _line(one: GenerationHandle, n_prompt: int, logprobs: int) -> dict[str, Any]:
     """Return a text for JSON."""
     line = {
         "text": one.text,
@@ -201,23 +211,3 @@ def _named(one: TokenLogprob) -> dict[str, Any]:
     """Return a token's log-probability for JSON."""
     found = {"token": one.token, "text": one.text, "logprob": one.logprob}
     return found | ({"top": [_named(other) for other in one.top]} if one.top else {})
-
-
-def _stream(
-    sequence: Any, max_tokens: int, sampler: Any, stop: tuple[str, ...], n: int, *, echo: bool
-) -> Any:
-    """Generate and show a text; return it with the attributes of a `GenerationHandle`."""
-    before, pieces = len(sequence), []
-    stream = sequence.stream(max_tokens, sampler, stop=stop, on_full="stop", logprobs=n)
-    for piece in stream:
-        pieces.append(piece)
-        if echo:
-            click.echo(piece, nl=False)
-    if echo:
-        click.echo()
-    return SimpleNamespace(
-        text="".join(pieces),
-        tokens=sequence.tokens[before:],
-        finish_reason=stream.finish_reason,
-        token_logprobs=stream.token_logprobs,
-    )

@@ -16,6 +16,7 @@ from pykvcache.errors import KvCacheError
 from pykvcache.model import LlamaModel
 
 __all__ = [
+    "context_arguments",
     "is_terminal",
     "load_model",
     "note",
@@ -71,10 +72,14 @@ def load_model(path: str, **options: Any) -> LlamaModel:
         return LlamaModel(path, progress=progress, **options)
 
 
+def context_arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """Return those of `options` that ``context_options`` adds, as arguments of `LlamaContext`."""
+    return {_CONTEXT[name]: value for name, value in options.items() if name in _CONTEXT}
+
+
 def open_from_options(model: LlamaModel, options: dict[str, Any], **more: Any) -> LlamaContext:
     """Open a context with those of `options` that ``context_options`` adds, and more."""
-    given = {_CONTEXT[name]: value for name, value in options.items() if name in _CONTEXT}
-    return open_context(model, **given, **more)
+    return open_context(model, **context_arguments(options), **more)
 
 
 @contextmanager

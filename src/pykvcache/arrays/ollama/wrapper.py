@@ -23,8 +23,7 @@ class WrapperCache(OllamaCache):
 
     Modelled on Ollama's ``kvcache.WrapperCache``, except that ``set_causal`` goes to all caches,
     and that a call which one of this package's caches refuses changes none. Only foreign
-    implementations of `Cache` and a raising `shift_fn` can fail half-way. After a failed
-    ``start_forward`` the batch is removed from the caches that had begun it. A sequence that may
+    implementations of `Cache` and a raising `shift_fn` can fail half-way. A sequence that may then
     differ between caches raises `CacheOrderError` until ``remove(seq, 0)``.
 
     Parameters
@@ -130,25 +129,11 @@ class WrapperCache(OllamaCache):
         batch = Batch(positions, sequences, multimodal).check_size(self._ready())
         self._check_forward(batch, bool(reserve))
         pos, seq, items = (a.tolist() for a in (batch.positions, batch.sequences, batch.multimodal))
-        begun: list[Cache] = []
-        try:
-            for cache in self._caches:
-                cache.start_forward(pos, seq, bool(reserve), items)
-                begun.append(cache)
-        except Exception:
-            if not reserve:
-                self._unwind(begun, batch)
-            raise
+        self._each(
+            () if reserve else batch.ids,
+            lambda cache: cache.start_forward(pos, seq, bool(reserve), items),
+        )
         self._type, self._batch = 0, batch
-
-    def _unwind(self, begun: list[Cache], batch: Batch) -> None:
-        """Remove a batch from the caches that had begun it."""
-        for cache in begun:
-            for seq, lowest in zip(batch.ids, batch.lowest.tolist(), strict=True):
-                try:
-                    cache.remove(seq, lowest)
-                except Exception:
-                    self._torn.add(seq)
 
     def put(self, key: NDArray[Any], value: NDArray[Any]) -> None:
         """Store K and V in the active layer of the chosen cache."""
@@ -172,7 +157,7 @@ class WrapperCache(OllamaCache):
         """Share a prefix in all caches; raises what any of them raises."""
         src, dst, count = as_copy(src_seq, dst_seq, n)
         self._check_copy_prefix(src, dst, count)
-        self._each(dst, lambda cache: cache.copy_prefix(src, dst, count))
+        self._each([dst], lambda cache: cache.copy_prefix(src, dst, count))
 
     def can_resume(self, seq: SupportsIndex, pos: SupportsIndex) -> bool:
         """Return whether all caches can resume and have the same tokens."""
@@ -189,12 +174,12 @@ class WrapperCache(OllamaCache):
         ident, first, last = as_range(seq, begin, end)
         self._check_remove(ident, first, last)
         stop = None if end is None else last
-        self._each(ident, lambda cache: cache.remove(ident, first, stop))
+        self._each([ident], lambda cache: cache.remove(ident, first, stop))
         if first == 0 and last == UNLIMITED:
             self._torn.discard(ident)
 
-    def _each(self, seq: int, change: Callable[[Cache], None]) -> None:
-        """Change a sequence in all caches; record it as torn if only some did."""
+    def _each(self, ids: Iterable[int], change: Callable[[Cache], None]) -> None:
+        """Change sequences in all caches; record them as torn if only some did."""
         changed = False
         try:
             for cache in self._caches:
@@ -202,7 +187,7 @@ class WrapperCache(OllamaCache):
                 changed = True
         except Exception:
             if changed:
-                self._torn.add(seq)
+                self._torn.update(ids)
             raise
 
     def _check_whole(self, ids: Iterable[int]) -> None:

@@ -28,8 +28,7 @@ class ArraysCache(BaseCache):
     """Numbered slots for arrays whose first axis is the batch.
 
     Modelled on mlx-lm's ``ArraysCache``: ``cache[i] = array`` stores a copy, ``cache[i]`` is the
-    stored array itself, which may be written to, or None. `extract` and `merge` accept empty
-    slots (mlx-lm fails), and the number of slots, `left_padding` and `lengths` survive saving.
+    stored array itself, which may be written to, or None.
 
     Parameters
     ----------

@@ -27,8 +27,7 @@ class CacheList(BaseCache):
     """The caches of a layer with more than one, for example attention and recurrence.
 
     Modelled on mlx-lm's ``CacheList``: trimmable if all members are, `size` of the longest,
-    empty if the first one is. If a member refuses a call, no member changes (mlx-lm stops
-    half-way; its `trim` shortens trimmable members even if one is not).
+    empty if the first one is. If a member refuses a call, no member changes.
 
     Parameters
     ----------

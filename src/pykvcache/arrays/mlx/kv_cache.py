@@ -36,9 +36,7 @@ __all__ = ["BatchKVCache", "ChunkedKVCache", "ConcatenateKVCache", "KVCache", "p
 class KVCache(PairCache):
     """All tokens of a sequence, in growing buffers.
 
-    Modelled on mlx-lm's ``KVCache``. Storing one token costs O(1) copies on average (mlx-lm
-    copies everything every 256 tokens), `state` is ``()`` when empty (mlx-lm fails), and a
-    cache that was trimmed to nothing is empty again.
+    Modelled on mlx-lm's ``KVCache``. Storing one token costs O(1) copies on average.
 
     Arrays are `(batch, n_kv_heads, n_tokens, head_dim)` of any numeric dtype; keys and
     values may differ in the last axis and in dtype. Not thread-safe.
@@ -102,8 +100,7 @@ class ConcatenateKVCache(KVCache):
     """A `KVCache` without spare room: every update concatenates.
 
     Modelled on mlx-lm's ``ConcatenateKVCache``, for a few large blocks or as a reference: each
-    token costs a copy of all stored tokens. mlx-lm's `trim` only moves the offset, so the next
-    update follows the trimmed tokens; here they are dropped. Files load as `KVCache`.
+    token costs a copy of all stored tokens. Files load as `KVCache`.
     """
 
     def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
@@ -120,9 +117,7 @@ class ConcatenateKVCache(KVCache):
 class ChunkedKVCache(PairCache):
     """All tokens since `start_position`, which `maybe_trim_front` advances.
 
-    Modelled on mlx-lm's ``ChunkedKVCache``, with fixes: a cache whose front was dropped keeps its
-    offset when saved, only stored tokens count towards the chunk (in mlx-lm spare room does),
-    and it has a mask.
+    Modelled on mlx-lm's ``ChunkedKVCache``; a cache whose front was dropped keeps its offset.
 
     Parameters
     ----------
@@ -202,9 +197,7 @@ class BatchKVCache(PairCache):
     announced with `prepare`; `finalize` then moves them, so that all rows end in the same
     column.
 
-    Modelled on mlx-lm's ``BatchKVCache``. Here `filter` and `extract` also work on an empty
-    batch (mlx-lm gets negative counts or fails), `merge` and `extend` refuse different shapes
-    (mlx-lm pads heads with zeros), and a call that would lose right padding raises.
+    Modelled on mlx-lm's ``BatchKVCache``. A call that would lose right padding raises.
 
     Parameters
     ----------

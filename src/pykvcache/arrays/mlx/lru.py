@@ -33,11 +33,9 @@ _Key: TypeAlias = tuple[Hashable, tuple[int, ...]]
 class LRUPromptCache:
     """Prompt caches, indexed by their tokens, up to a number and a size.
 
-    Modelled on mlx-lm's ``LRUPromptCache``, which evicts first in, first out, never finds a stored
-    prefix of one token, and tries only one of several longer entries. Here a hit makes an entry
-    the newest, and the nearest trimmable entry is used. A trimmed fetch copies only the tokens
-    that it returns, caches that cannot be trimmed far enough are a miss, and an entry larger than
-    `max_bytes` is not stored and evicts nothing.
+    Modelled on mlx-lm's ``LRUPromptCache``. A hit makes an entry the newest, and the nearest
+    trimmable entry is used. A trimmed fetch copies only the tokens that it returns. An entry larger
+    than `max_bytes` is not stored and evicts nothing.
 
     Entries are copies, independent of inserted and fetched caches. Not thread-safe.
 

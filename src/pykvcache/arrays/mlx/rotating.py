@@ -117,7 +117,7 @@ class RotatingKVCache(_RingCache):
     Modelled on mlx-lm's ``RotatingKVCache``. A single token overwrites the oldest one after the
     kept ones. Several tokens at once bring the ring into order of age, keep ``max_size - 1``
     old tokens and append themselves, so that each sees its whole window. Kept tokens are
-    visible in every mask (mlx-lm's masks roll or window them away).
+    visible in every mask.
 
     A query sees the stored tokens among the newest ``window_size`` (default `max_size`),
     including its own, and the kept ones.
@@ -251,10 +251,7 @@ class RotatingKVCache(_RingCache):
 class BatchRotatingKVCache(_RingCache):
     """A batch in a ring of `max_size` columns: one row per sequence, padded on the left.
 
-    Modelled on mlx-lm's ``BatchRotatingKVCache``, with fixes: the flag `rotated` survives saving
-    (mlx-lm reads ``"False"`` as true), the mask hides no valid token after rotation, `filter`
-    keeps announced lengths, `extend` does not change the other cache, and padding that has left
-    the ring is not counted again when rows are added.
+    Modelled on mlx-lm's ``BatchRotatingKVCache``.
 
     Parameters
     ----------

@@ -50,8 +50,7 @@ class _Node(Generic[V]):
 class PromptTrie(Generic[V]):
     """One value for each model and token sequence.
 
-    Modelled on mlx-lm's ``PromptTrie``, where `search` never finds a stored prefix of one token,
-    and `pop_prefixes` fails if the tokens themselves have no value.
+    Modelled on mlx-lm's ``PromptTrie``.
     """
 
     def __init__(self) -> None:

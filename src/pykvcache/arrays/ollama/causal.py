@@ -98,14 +98,16 @@ class CausalCache(OllamaCache):
         if shift_fn is not None and not callable(shift_fn):
             raise TypeError(f"shift_fn must be callable, not {type(shift_fn).__name__}")
         self._shared = _SharedFunction(shift_fn)
-        self._setup: _Setup | None = None
-        self._pass: _Pass | None = None
-        # For the fast path of `put`: the active layer, None before it has arrays, and the batch's
-        # cells.
-        self._active: Layer | None = None
-        self._slot = slice(0)
+        self._slot = slice(0)  # the batch's cells
+        self._reset()
 
     # Life cycle -------------------------------------------------------------------------
+
+    def _reset(self) -> None:
+        """Forget the arrays and the batch."""
+        self._setup: _Setup | None = None
+        self._pass: _Pass | None = None
+        self._active: Layer | None = None  # for the fast path of `put`; None before it has arrays
 
     def init(
         self,
@@ -122,8 +124,8 @@ class CausalCache(OllamaCache):
         the window raises ``CacheValueError``.
         """
         setup = self._sized(dtype, max_sequences, capacity, max_batch)
-        self._setup, self._config = setup, setup.config
-        self._pass, self._active, self._closed = None, None, False
+        self._reset()
+        self._setup, self._config, self._closed = setup, setup.config, False
 
     def _sized(
         self,
@@ -160,7 +162,7 @@ class CausalCache(OllamaCache):
     def close(self) -> None:
         """Free the arrays; see `Cache.close`."""
         self._check_idle()
-        self._setup = self._pass = self._active = None
+        self._reset()
         self._closed = True
 
     def _ready(self) -> _Setup:

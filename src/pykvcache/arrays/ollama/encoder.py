@@ -28,9 +28,8 @@ class EncoderCache(OllamaCache):
     Arrays of any shape are stored and returned in their own dtype, without a mask. One sequence
     only. See `Cache` for the methods' arguments.
 
-    Modelled on Ollama's ``kvcache.EncoderCache``, except that a reserve pass does not change the
-    item's position, and that a later ``put`` of another shape raises. As in Ollama, the item
-    keeps its position when ``remove`` moves the tokens around it.
+    Modelled on Ollama's ``kvcache.EncoderCache``. A later ``put`` of another shape raises. The
+    item keeps its position when ``remove`` moves the tokens around it.
     """
 
     def __init__(self) -> None:

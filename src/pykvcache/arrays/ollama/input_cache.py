@@ -90,9 +90,8 @@ class InputCache:
     footprint small. With several users, that slot is used only if the prompt extends all of it;
     otherwise the prefix is forked into the least recently used slot.
 
-    Modelled on Ollama's ``ollamarunner.InputCache``, except that it raises `NoSlot` if all slots
-    are in use (Ollama dereferences nil for several users), never changes the caller's prompt
-    (Ollama shifts inputs in it), and refuses an empty prompt. Not thread-safe.
+    Modelled on Ollama's ``ollamarunner.InputCache``. It raises `NoSlot` if all slots are in use,
+    and never changes the caller's prompt. Not thread-safe.
 
     Parameters
     ----------

@@ -159,10 +159,8 @@ class RecurrentCache(CausalCache):
     sequence can continue; ``remove(seq, that)`` then restores it. `InputCache` does both. Any
     other removal at the end of a sequence, except of all of it, raises `NotSupported`.
 
-    Modelled on the recurrent cache of newer Ollama versions, except that a sequence whose state
-    is already at the requested position needs no checkpoint, that a batch which does not follow
-    the state raises, and that any number of sequences can have states. As in Ollama, after
-    ``remove`` from the middle the state still contains the effect of the removed tokens.
+    Modelled on the recurrent cache of newer Ollama versions. After ``remove`` from the middle the
+    state still contains the effect of the removed tokens.
 
     A sequence continues only where its state and its K and V end: ``start_forward`` raises
     `NotSupported` for other positions, and if the two ends differ.
@@ -198,30 +196,14 @@ class RecurrentCache(CausalCache):
         )
         self._min_pos = as_int("checkpoint_min_pos", checkpoint_min_pos, minimum=0)
         self._interval = as_int("checkpoint_interval", checkpoint_interval, minimum=0)
-        self._forget_states()
 
-    def _forget_states(self) -> None:
+    def _reset(self) -> None:
+        super()._reset()
         self._states: dict[int, _State] = {}
         # Slots in the rings: of prepared restores, and of the current batch's checkpoints.
         self._pending: dict[int, int] = {}
         self._places: dict[int, int] = {}
         self._state_layer = 0
-
-    def init(
-        self,
-        dtype: DTypeLike,
-        max_sequences: SupportsIndex,
-        capacity: SupportsIndex,
-        max_batch: SupportsIndex,
-    ) -> None:
-        """Set the cache up, empty; see `CausalCache.init`."""
-        super().init(dtype, max_sequences, capacity, max_batch)
-        self._forget_states()
-
-    def close(self) -> None:
-        """Free the arrays; see `Cache.close`."""
-        super().close()
-        self._forget_states()
 
     def set_layer(self, layer: SupportsIndex) -> None:
         """Set the layer, also for states; see `CausalCache.set_layer`."""

@@ -1,4 +1,4 @@
-"""Draw the pictures of the documents: ``python docs/pictures.py``. Needs ``pykvcache[plot]``."""
+"""Draw the pictures of the documents: ``python docs/pictures.py``. Needs the extra ``plot``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STORY = (
 
 
 def forks(ctx: LlamaContext) -> None:
-    """Draw a story, and three ways in which it goes on."""
+    """Draw a story and three continuations of it."""
     story = LlamaSequence(ctx, STORY)
     story.evaluate()
     ways = [story.fork() for _ in range(3)]
@@ -32,7 +32,7 @@ def forks(ctx: LlamaContext) -> None:
 
 
 def norms(ctx: LlamaContext) -> None:
-    """Draw the lengths of a story's keys and values."""
+    """Draw the norms of a story's keys and values."""
     story = LlamaSequence(ctx, STORY)
     list(story.generate(20))
     assert story.seq_id is not None

@@ -1,4 +1,4 @@
-"""Draws the lengths of keys and values by layer and head."""
+"""Draws the norms of keys and values by layer and head."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def draw_norms(
     layers: Sequence[tuple[int, npt.NDArray[Any], npt.NDArray[Any]]],
     title: str,
 ) -> Figure:
-    """Draw the lengths of keys and values; a row for each head of each layer.
+    """Draw the norms of keys and values; a row for each head of each layer.
 
     ``layers`` are (layer, keys, values) of shape (tokens, heads, width).
     """
@@ -32,7 +32,7 @@ def draw_norms(
         rows = [np.linalg.norm(array.astype(np.float32), axis=-1).T for array in arrays]
         grid = np.concatenate(rows) if rows else np.zeros((0, len(positions)))
         image = axes.imshow(grid, aspect="auto", interpolation="nearest")
-        figure.colorbar(image, ax=axes, label=f"length of {name}")
+        figure.colorbar(image, ax=axes, label=f"norm of {name}")
         axes.set(title=f"{title}: {name}", xlabel="token")
         edges = np.cumsum([0] + [len(row) for row in rows])
         for edge in edges[1:-1]:

@@ -43,12 +43,13 @@ MOST = 2**31 - 1
 
 
 class BatchGenerator(Closing):
-    """Generates many requests at once: every `step` is one decode for all running requests.
+    """Continuous batching: every `step` is one decode for all running requests.
 
     New requests join at any step. Long prompts are evaluated in parts, in the same decodes as the
-    running requests, and block none of them. Several samples of one prompt share its evaluation.
-    When cells run out, the newest request of the lowest priority is parked and resumed later. Each
-    request has its own sampler and gets the tokens that it would get alone, up to rounding.
+    running requests (chunked prefill). Several samples of one prompt share its evaluation. When
+    cells run out, the newest request of the lowest priority is preempted: parked, and resumed
+    later. Each request has its own sampler and gets the tokens that it would get alone, up to
+    rounding.
 
     Any thread may submit, iterate and abort. Iterating over a handle drives the generator unless
     another thread does; `start` runs the steps in a background thread.
@@ -56,7 +57,7 @@ class BatchGenerator(Closing):
     Parameters
     ----------
     context
-        The context; or a `PrefixCache`, which supplies known prefixes and stores evaluated tokens.
+        The context; or a `PrefixCache`, which supplies cached prefixes and stores evaluated tokens.
         Requests that arrive together and share at least 16 tokens (one block, for memories that
         cannot rewind) evaluate these once.
     max_sequences

@@ -138,7 +138,7 @@ class SequenceKV(Generic[A]):
         return f"<SequenceKV: {', '.join(parts)}{', before RoPE' if self.rope is False else ''}>"
 
     def plot(self) -> Figure:
-        """Draw the lengths of keys and values by layer, head and token (needs ``pykvcache[plot]``).
+        """Draw the norms of keys and values by layer, head and token (extra ``plot``).
 
         Layers that see a window are blank where it holds no token.
 

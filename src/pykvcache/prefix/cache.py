@@ -1,4 +1,4 @@
-"""PrefixCache: evaluate what is new, and nothing else."""
+"""PrefixCache: evaluate only what no earlier prompt has evaluated."""
 
 from __future__ import annotations
 
@@ -36,51 +36,49 @@ __all__ = ["PrefixCache", "core_of"]
 
 
 class PrefixCache(Closing):
-    """Sequences of one context that begin with the longest prefix that is known.
+    """Sequences of one context that start with the longest cached prefix of their prompt.
 
-    `sequence` takes a prompt. What a sequence in use has of it is forked, token by token; what
-    earlier ones evaluated is restored from memory, where every token is stored once however many
-    sequences share it. Closing a sequence gives the cache what it evaluated.
+    `sequence` takes a prompt. The prefix is forked from a live sequence, or restored from RAM,
+    where every token is stored once however many sequences share it, or from tiers. Closing a
+    sequence gives its new tokens to the cache. ``docs/prefix-cache.md`` explains the tree.
 
     Parameters
     ----------
     context
-        Where it is evaluated; a context has one cache at most.
+        The context that evaluates the prompts. It can have one cache.
     block_size
-        Tokens per block: what is named, evicted and written to tiers as one.
+        Tokens per block, the unit of names, events and tiers.
     ram_bytes
-        Upper bound on the bytes that are kept outside the context: cells and states, the cache's
-        own accounts, events that wait, and buffers for the next blocks. What sequences in use and
-        pins hold stays, even above.
+        Upper bound on the bytes kept outside the context: cells and states, bookkeeping, queued
+        events, and buffers for the next blocks. Components used by live sequences or pins are
+        kept even if that exceeds it.
     policy
-        What leaves first when they are used up: a name of `pykvcache.prefix.policies`, or an
-        object.
+        Eviction policy: a name in `pykvcache.prefix.policies`, or an object.
     namespace
-        The default of `sequence`. Namespaces never share anything.
+        Default namespace of `sequence`. Namespaces share nothing.
     keep_logits
-        Keep the logits after each prompt, too: an exact repeat then needs no decode.
+        Also keep the logits after each prompt: an exact repeat then needs no decode.
     checkpoint_bytes
-        Upper bound on the bytes of the checkpoints of sequences in use.
+        Upper bound on the bytes of checkpoints of live sequences.
     tiers
-        Where blocks go besides memory, and come from where memory does not have them, the nearest
-        first: folders, addresses such as ``"redis://host"``, or stores of
-        `pykvcache.prefix.stores`.
+        Stores below RAM, nearest first: folders, addresses such as ``"redis://host"``, or stores
+        of `pykvcache.prefix.stores`.
     secret
-        At least 16 bytes that only trusted writers and readers know: blocks in tiers are then
-        encrypted, and only those are taken. Needs ``pykvcache[crypto]``.
+        At least 16 bytes that only trusted writers and readers know: records in tiers are then
+        encrypted, and only such records are accepted. Needs the extra ``crypto``.
     tier_seconds
-        For how long a request waits for the tiers at most. Default: a tenth of what evaluating is
-        thought to take, and only where loading is thought to take no longer than that.
+        Longest wait of a request for the tiers. Default: a tenth of the estimated evaluation
+        time, and only if loading is estimated to take no longer than that.
     queue_bytes
-        Upper bound on the bytes that wait to be written, per tier; default: half of ``ram_bytes``,
-        and at least 64 MiB. What is over is not written, and counted.
+        Upper bound on the bytes queued for writing, per tier. Default: half of ``ram_bytes``, at
+        least 64 MiB. Records beyond it are not written, and counted as dropped.
 
     Raises
     ------
     ValueError
         The context has a cache already, or a value is out of range.
     UnsupportedOperation
-        Nothing can be taken out of this memory, or tiers cannot keep what comes out of it.
+        The cells of this memory cannot be copied out, or not into tiers.
 
     Examples
     --------
@@ -128,7 +126,7 @@ class PrefixCache(Closing):
 
     @property
     def context(self) -> LlamaContext:
-        """The context it belongs to."""
+        """The context of this cache."""
         return self._core.context
 
     @property
@@ -138,7 +136,7 @@ class PrefixCache(Closing):
 
     @property
     def events(self) -> EventLog:
-        """What was stored and removed: iterate over it, or subscribe to it."""
+        """Events of stored and removed blocks: iterate over them, or subscribe a callback."""
         return self._core.events
 
     # Sequences ----------------------------------------------------------------------------------
@@ -151,9 +149,9 @@ class PrefixCache(Closing):
         boundaries: Iterable[SupportsIndex] = (),
         priority: SupportsIndex = 0,
     ) -> CachedSequence:
-        """Return a sequence that begins with the longest known prefix of a prompt.
+        """Return a sequence that starts with the longest cached prefix of a prompt.
 
-        Evaluates nothing: what is not known is evaluated when its logits are needed. `reuse`
+        Evaluates nothing: the remaining tokens are evaluated when their logits are needed. `reuse`
         of the sequence says where its tokens came from.
 
         Parameters
@@ -161,17 +159,17 @@ class PrefixCache(Closing):
         prompt
             Text (with the model's special tokens), token ids, or None.
         namespace
-            Whose prefixes to share; default: the cache's.
+            Namespace of the prefixes to share; default: the cache's.
         boundaries
-            Numbers of tokens after which messages end: recurrent memories keep states there, since
-            other prompts are likely to part there.
+            Numbers of tokens after which messages end: recurrent states are saved there, because
+            other prompts are likely to diverge there.
         priority
-            Of what the sequence gives to the cache: components of lower priority leave first.
+            Priority of what the sequence gives to the cache: lower ones are evicted first.
 
         Raises
         ------
         TypeError, ValueError
-            An argument is wrong; a boundary is beyond the prompt.
+            An argument is invalid, or a boundary is beyond the prompt.
         """
         is_plain = type(priority) is int and abs(priority) < 2**31
         rank = int(priority) if is_plain else as_priority(priority)
@@ -188,25 +186,25 @@ class PrefixCache(Closing):
         return sequence
 
     def prefetch(self, tokens: str | TokenInput, *, namespace: str | None = None) -> Prefetch:
-        """Bring what the tiers have of a prompt to memory, in a thread of its own.
+        """Load a prompt's cached prefix from the tiers into RAM, in a background thread.
 
-        A hint, for a prompt that is expected: nothing depends on it. What comes is checked as
-        ever, counts towards ``ram_bytes``, and stays as long as the policy lets it; no more is
-        read than fits there. What goes wrong in a tier is a counter.
+        A hint for a prompt that is expected. Loaded records are checked as usual, count towards
+        ``ram_bytes`` and may be evicted; no more is read than fits. Failures of a tier are counted,
+        not raised.
 
         Parameters
         ----------
         tokens
             The prompt: text (with the model's special tokens) or token ids.
         namespace
-            Whose; default: the cache's.
+            Namespace of the prompt; default: the cache's.
 
         Raises
         ------
         ClosedError
             The cache is closed.
         TypeError, ValueError
-            The tokens are none of this model.
+            A token is not in this model's vocabulary.
         """
         with self._core.pool:
             space = self._core.space(namespace)
@@ -220,16 +218,18 @@ class PrefixCache(Closing):
     def pin(
         self, tokens: str | TokenInput, *, ttl: float | None = None, namespace: str | None = None
     ) -> Pin:
-        """Keep the known part of a prefix, whatever the policy would evict.
+        """Protect the cached part of a prefix from eviction.
+
+        Evaluates nothing: evaluate the prefix first.
 
         Parameters
         ----------
         tokens
-            The prefix; ``n_tokens`` of the pin tells how many of them are kept.
+            The prefix; ``n_tokens`` of the pin says how many of its tokens are protected.
         ttl
-            Seconds after which it may leave; None keeps it until `Pin.release`.
+            Seconds until the pin expires; None: until `Pin.release`.
         namespace
-            Whose; default: the cache's.
+            Namespace of the prefix; default: the cache's.
 
         Raises
         ------
@@ -243,41 +243,41 @@ class PrefixCache(Closing):
             return self._core.pins.add(ids.tobytes(), self._core.current_space(space), until)
 
     def forget(self, tokens: str | TokenInput, *, namespace: str | None = None) -> None:
-        """Drop some tokens, all that goes on from them, and all that only they need.
+        """Remove tokens, every continuation of them, and ancestors that no other prompt uses.
 
-        In memory and in tiers. What sequences in use and pins hold stays. Tiers do not know which
-        of their blocks prompts share: those that memory has not are removed, too, and other prompts
-        evaluate them once more.
+        From RAM and from tiers. Components used by live sequences or pins stay. Tiers do not
+        record which prompts share a block: blocks that are not in RAM are removed from tiers even
+        if other prompts use them, which then evaluate them once more.
 
         Parameters
         ----------
         tokens
             The tokens, such as those of a conversation that was deleted.
         namespace
-            Whose; default: the cache's.
+            Namespace of the tokens; default: the cache's.
         """
         with self._core.pool:
             space = self._core.space(namespace)
             self._core.forget(as_tokens(self.context, tokens).tobytes(), space)
 
     def clear(self, namespace: str | None = None) -> None:
-        """Forget everything, or all of one namespace; sequences in use keep what they have.
+        """Empty the RAM cache, or remove one namespace from it; live sequences keep their cells.
 
-        What those evaluated is not shared with later ones, either. Tiers lose what waits to be
-        written; what they have stays there: ``pykvcache cache clear`` empties them. Events that
-        wait lose its tokens.
+        Tokens that live sequences have evaluated are not shared with later ones. Records queued
+        for tiers are dropped; written records stay (``pykvcache cache clear`` removes them).
+        Queued events lose the removed tokens.
         """
         with self._core.pool:
             self._core.check_open()
             self._core.clear(None if namespace is None else as_namespace(namespace))
 
     def tree(self, namespace: str | None = None) -> CacheTree:
-        """Return what is kept in memory, as a tree: ``print(cache.tree())``.
+        """Return the tree of the RAM cache: ``print(cache.tree())``.
 
         Parameters
         ----------
         namespace
-            Whose, with the adapters that are in use; default: all of them.
+            A namespace, under the adapters in use; default: all of them.
         """
         wanted = None if namespace is None else as_namespace(namespace)
         with self._core.pool:
@@ -286,12 +286,12 @@ class PrefixCache(Closing):
             return view_tree(self._core.blocks.tree, self.context.model, space)
 
     def plot(self, namespace: str | None = None) -> Figure:
-        """Draw what is kept of a namespace, or of all: tokens from left to right, branches below.
+        """Draw the tree of a namespace, or of all: tokens from left to right, branches below.
 
-        The darker, the more often used; framed is what sequences in use and pins hold; hatched is
-        what comes after the last full block of a prompt. The figure is not registered with pyplot:
-        ``figure.savefig("tree.svg")``; notebooks show it. Needs ``pykvcache[plot]``: raises
-        ImportError without matplotlib.
+        Darker nodes were used more often; framed nodes are used by live sequences or pins; hatched
+        tokens come after the last full block of a prompt. The figure is not registered with
+        pyplot: ``figure.savefig("tree.svg")``; notebooks show it. Raises ImportError without
+        matplotlib (extra ``plot``).
         """
         blocks = self._core.blocks
         title = (
@@ -303,7 +303,7 @@ class PrefixCache(Closing):
     # Figures --------------------------------------------------------------------------------------
 
     def stats(self) -> CacheStats:
-        """Return the figures since the cache was made."""
+        """Return totals since the cache was created."""
         with self._core.pool:
             core, blocks = self._core, self._core.blocks
             return CacheStats(
@@ -320,14 +320,14 @@ class PrefixCache(Closing):
             )
 
     def flush(self, seconds: float | None = None) -> bool:
-        """Wait until what is queued is written to the tiers; False if that takes longer.
+        """Wait until all queued records are written to the tiers; False after a timeout.
 
-        False at once, too, in a subscriber that the writing thread calls.
+        Returns False at once in an event callback that the writing thread calls.
 
         Parameters
         ----------
         seconds
-            For how long at most; None for as long as it takes.
+            Timeout; None waits without limit.
         """
         self._core.check_open()  # without the lock: another thread may be evaluating for long
         return self._core.link.tiers.flush(as_wait(seconds, "seconds"))
@@ -335,16 +335,16 @@ class PrefixCache(Closing):
     # Life -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Forget everything; its sequences go on as plain ones. Twice does nothing.
+        """Empty the cache; its sequences continue as plain ones. A second call does nothing.
 
-        Tiers get what the sequences in use have evaluated, and the queues are written, for 30
-        seconds at most.
+        Tokens that live sequences have evaluated are given to the tiers, and the queues are
+        written, for at most 30 seconds.
         """
         self._core.close()
 
     @property
     def is_closed(self) -> bool:
-        """Whether it, or its context, was closed."""
+        """Whether the cache or its context is closed."""
         return self._core.is_closed
 
     def __repr__(self) -> str:

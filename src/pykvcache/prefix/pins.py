@@ -1,4 +1,4 @@
-"""Prefixes that are kept, whatever the policy would evict."""
+"""Pins: cached prefixes that are protected from eviction."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["Pin", "Pins"]
 
 
 class Pin:
-    """A prefix that is kept until it is released, or its time is over."""
+    """A cached prefix that is not evicted until it is released or expires."""
 
     def __init__(self, pins: Pins, n_tokens: int, until: float | None) -> None:
         self._pins, self._n_tokens, self._until = pins, n_tokens, until
 
     @property
     def n_tokens(self) -> int:
-        """How many tokens are kept; 0 once it was released, expired or cleared."""
+        """Number of protected tokens; 0 after it was released, expired or cleared."""
         if self._is_over(time.monotonic()) or not self._pins.keeps(self):
             return 0
         return self._n_tokens
@@ -43,7 +43,7 @@ class Pins:
         self.some: dict[Pin, None] = {}
 
     def add(self, tokens: bytes, namespace: str, until: float | None) -> Pin:
-        """Keep what is known of some tokens; the pool's lock is held."""
+        """Pin the cached prefix of some tokens; the pool's lock is held."""
         blocks = self._blocks
         with blocks.change():
             match = blocks.tree.match(tokens, namespace)

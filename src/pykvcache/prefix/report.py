@@ -18,7 +18,7 @@ BEFORE = 8
 
 @dataclass(frozen=True)
 class ReuseReport:
-    """How much of a prompt was known when its sequence was made.
+    """How many tokens of a prompt were reused when its sequence was created.
 
     ``live``, ``ram``, ``disk``, ``remote`` and ``evaluated`` sum to ``n_tokens``.
 
@@ -27,17 +27,16 @@ class ReuseReport:
     n_tokens
         Tokens of the prompt.
     live
-        Forked from a sequence in use.
+        Tokens forked from a live sequence.
     ram, disk, remote
-        Restored from the cache's memory, from a folder, from a server.
+        Tokens restored from RAM, from a folder, from a server.
     evaluated
-        Tokens that are left to evaluate; at least 1 where the logits after the prompt are not
-        known.
+        Tokens left to evaluate; at least 1 unless the logits after the prompt are cached.
     first_difference
-        First token in which the prompt differs from the nearest known one; None where one goes on
-        where the other ends, on a repeat, and where nothing begins like it.
+        Index of the first token that differs from the closest cached prompt. None if one of the
+        two continues the other, if they are equal, or if no cached prompt shares the first token.
     reason
-        Why no more was known, in words.
+        Why no more was reused, in words.
     """
 
     n_tokens: int = 0
@@ -69,25 +68,25 @@ class ReuseReport:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Figures of a `PrefixCache` since it was made.
+    """Totals of a `PrefixCache` since it was created.
 
     Attributes
     ----------
     requests
-        Sequences that were asked for.
+        Number of requested sequences.
     n_tokens, live, ram, disk, remote, evaluated
         Sums over their `ReuseReport`.
     ram_bytes, ram_blocks, ram_checkpoints
-        What is kept now: bytes with the cache's own accounts, full blocks, and states of recurrent
-        memories.
+        Current contents of the RAM cache: bytes including bookkeeping, full blocks, and recurrent
+        states.
     max_ram_bytes
-        The budget.
+        The budget, ``ram_bytes``.
     stored, removed
-        Blocks that were stored and removed.
+        Number of blocks stored and removed.
     tiers
-        Of each tier, the nearest first.
+        Counters of each tier, nearest first.
     hits
-        Of the requests, those of which anything was known.
+        Number of requests that reused at least one token.
     """
 
     requests: int

@@ -1,4 +1,4 @@
-"""A LlamaSequence that begins with known tokens, and gives its cache the new ones."""
+"""CachedSequence: starts with cached tokens, and gives the new ones to its cache."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ __all__ = ["CachedSequence", "request_of"]
 
 
 class CachedSequence(LlamaSequence):
-    """A sequence of a `PrefixCache`: made by its `sequence`, everything else as LlamaSequence.
+    """A sequence of a `PrefixCache`, made by `PrefixCache.sequence`; else like LlamaSequence.
 
-    Closing it (or dropping it) gives the cache what it evaluated.
+    Closing it, or garbage collection, gives the tokens that it evaluated to the cache.
     """
 
     _core: CacheCore
@@ -36,16 +36,16 @@ class CachedSequence(LlamaSequence):
 
     @property
     def reuse(self) -> ReuseReport:
-        """How much of its prompt was known when it was made, or came from tiers since."""
+        """How many tokens of its prompt came from the cache, and why not more."""
         return self._request.reuse
 
     @property
     def namespace(self) -> str:
-        """Whose tokens it shares."""
+        """Namespace of the prefixes that it shares."""
         return self._request.namespace
 
     def fork(self, n: SupportsIndex | None = None) -> Self:
-        """As `LlamaSequence.fork`; the fork belongs to the cache, too."""
+        """Return a fork, as `LlamaSequence.fork` does; it also belongs to the cache."""
         child = super().fork(n)
         child._core = self._core
         child._request = Request(
@@ -75,13 +75,13 @@ class CachedSequence(LlamaSequence):
         return LlamaSequence.load(context, path, checkpoints=checkpoints, convert=convert)
 
     def close(self, *, keep: SupportsIndex | None = None) -> None:
-        """Give the cache what was evaluated, and free the rest; twice does nothing.
+        """Give the evaluated tokens to the cache, and free the cells. Idempotent.
 
         Parameters
         ----------
         keep
-            How many of its first tokens the cache gets: without a model's thinking, say. None for
-            all.
+            Number of first tokens that the cache gets, for example without the model's reasoning.
+            Default: all.
         """
         if keep is not None:
             self._request.keep = as_int(keep, "keep", 0)

@@ -50,12 +50,12 @@ MOST = 2**31 - 1
 class LlamaSequence(Closing):
     """Tokens of one context that are evaluated when their logits are needed.
 
-    You never count positions, ids or cells. Edits change the tokens at once and the memory later:
+    You never count positions, ids or cells. Edits change the tokens at once and the KV cache later:
     `evaluate`, `logits`, `generate` and `stream` do the least work that makes the logits those
-    of a fresh run over `tokens`. A context serves any number of sequences: when ids or cells run
-    out, the least recently used sequences are parked (their state is kept outside the cache) and
-    restored at their next use. Every kind of memory works: one that cannot be rewound rolls back
-    to a checkpoint and evaluates again from there.
+    of a fresh run over `tokens` (after a shift see `discard`). A context serves any number of
+    sequences: when ids or cells run out, the least recently used sequences are parked (their state
+    is kept outside the KV cache) and restored at their next use. Every kind of memory works: one
+    that cannot be rewound rolls back to a checkpoint and evaluates again from there.
 
     Threads may share a sequence, and the sequences of one context; they wait for each other.
     Closing or garbage-collecting a sequence frees its cells; so does closing its context.
@@ -63,17 +63,16 @@ class LlamaSequence(Closing):
     Parameters
     ----------
     context
-        Where it is evaluated. Ids that already hold cells are left to their users in the
-        low-level API.
+        The context that evaluates it. Ids that already hold cells are left to the low-level API.
     prompt
         Text (with the model's special tokens in front), token ids, or None.
     checkpoints
-        Where checkpoints are taken, for memories that cannot be rewound.
+        When checkpoints are taken, for memories that cannot be rewound.
 
     Raises
     ------
     UnsupportedOperation
-        The model keeps no memory or has an encoder, or the context's attention is not causal.
+        The model has no memory or has an encoder, or the context's attention is not causal.
     InvalidBatch
         A token is not in the vocabulary.
 
@@ -236,9 +235,10 @@ class LlamaSequence(Closing):
     ) -> None:
         """Drop the tokens ``[begin, end)`` and close the gap (context shift).
 
-        Tokens after the gap retain K/V computed while the dropped ones were visible; keys are
-        rotated to their new positions. `logits` evaluates the last token again, over the remaining
-        cells.
+        Tokens after the gap are moved, not evaluated again: they retain K/V computed while the
+        dropped ones were visible, with keys rotated to their new positions. So the next logits
+        differ from those of a fresh run. `logits` evaluates the last token again, over the
+        remaining cells.
 
         Parameters
         ----------

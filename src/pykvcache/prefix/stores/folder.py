@@ -215,26 +215,27 @@ class BlockFiles:
 
 
 class FolderStore(BlockStore):
-    """Keep blocks in a folder of a local disk, for any number of processes at once.
+    """Keep blocks in a folder of a local disk, shared by any number of processes.
 
-    A process that is killed leaves at most a temporary file. An index that is missing or wrong is
-    made again from the files. A full disk and a folder that cannot be written are counters.
-    Nothing is flushed to the disk: after a power cut the newest blocks may be damaged, which
-    their envelope shows.
+    A killed process leaves at most a temporary file. A missing or damaged index is rebuilt from
+    the files. A full disk and a folder that cannot be written are counted, not raised. Nothing is
+    flushed to the disk: after a power cut the newest blocks may be damaged, which their checksums
+    detect.
 
     Parameters
     ----------
     path : str or PathLike
-        The folder; made, for its owner alone, if it does not exist. ``~`` is expanded.
+        The folder. If it does not exist, it is created, readable only by its owner. ``~`` is
+        expanded.
     max_bytes : int
-        Upper bound of all bytes that the store keeps there over all processes: blocks in units of
-        4 KiB, blocks that are being written, and the index. At least 4 MiB. Of several bounds
-        on one folder, the smallest holds.
+        Upper bound on all bytes in the folder over all processes: blocks in units of 4 KiB, blocks
+        that are being written, and the index. At least 4 MiB. If processes give different
+        limits, the smallest applies.
 
     Raises
     ------
     StoreError
-        The folder cannot be made or may not be read, or ``max_bytes`` is too small.
+        The folder cannot be created or read, or ``max_bytes`` is too small.
     """
 
     medium = "disk"

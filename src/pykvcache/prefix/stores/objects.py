@@ -46,20 +46,20 @@ _NO_BUCKET = ("NoSuchBucket", "bucket does not exist", "ContainerNotFound")
 class ObjectStore(RemoteStore):
     """Keep blocks as objects in a bucket. Needs the extra ``obstore``.
 
-    Each block is a request, and several are made at once; only `trim` and `entries` list the
+    Each block takes one request, and several run at once; only `trim` and `entries` list the
     bucket. Objects are created on the condition that they do not exist, so none is ever replaced.
-    Uses are recorded in objects of their own, one a minute at most, which only `trim` and `entries`
-    read; a lifecycle rule of the bucket goes by the time of writing.
+    Uses are recorded in separate objects, at most one a minute, which only `trim` and `entries`
+    read; a lifecycle rule of the bucket looks only at the time of writing.
 
     Parameters
     ----------
     url : str
-        ``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///folder``, ``memory:///`` and
-        what else obstore knows. Credentials come from the environment, or from ``options``.
+        ``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///folder``, ``memory:///`` and other
+        addresses that obstore supports. Credentials come from the environment or ``options``.
     timeout : float
-        How long one request may take, in seconds; a run that is read ends after as long.
+        Seconds that one request may take. Reading a run of blocks also stops after this time.
     n_parallel : int
-        How many requests are made at once.
+        Number of requests that run at once.
     **options
         Passed to ``obstore.store.from_url``, such as ``region=`` or ``endpoint=``.
 
@@ -68,7 +68,7 @@ class ObjectStore(RemoteStore):
     StoreError
         obstore cannot use the URL or the options, the bucket does not exist, or these credentials
         may not read it; or this is a forked child of a process that has used obstore. A server
-        that does not answer is a warning only.
+        that does not answer only causes a warning.
     ImportError
         obstore is not installed.
     """

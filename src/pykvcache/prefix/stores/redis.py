@@ -1,4 +1,4 @@
-"""RedisStore and RedisClusterStore: blocks in Redis or Valkey servers, which bound them."""
+"""RedisStore and RedisClusterStore: blocks in Redis or Valkey servers, which evict them."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ _Server = tuple[str, Any, list[int]]
 class RedisStore(RemoteStore):
     """Keep blocks in a Redis or Valkey server. Needs the extra ``redis``.
 
-    A server that is slow, full, read-only or gone makes misses and one warning in the log. It is
-    left alone for a while, and used again once it answers. The server itself bounds the blocks
-    (``maxmemory``) and knows their uses, to the second: blocks of one second leave together.
+    If a server is slow, full, read-only or gone, its blocks are misses, and one warning is logged.
+    A circuit breaker stops requests for a while, and resumes once the server answers. The server
+    itself evicts blocks (``maxmemory``). It keeps last-use times to the second, so `trim` removes
+    all blocks last used in the same second together.
 
     Parameters
     ----------
@@ -58,17 +59,17 @@ class RedisStore(RemoteStore):
         ``valkey://`` and ``valkeys://``. Options of redis-py may follow, such as
         ``?ssl_ca_certs=ca.pem``.
     prefix : str
-        What every key begins with on the server.
+        Prefix of every key on the server.
     timeout : float
-        For how long the server may be silent during a request, in seconds.
+        Seconds without a reply after which a request fails.
     connect_timeout : float
-        How long a connection may take to be made, in seconds.
+        Seconds after which connecting fails.
 
     Raises
     ------
     StoreError
-        The URL cannot be used, or the server refuses: a wrong password, a user who may not read
-        these keys, an untrusted certificate. A server that does not answer is a warning only.
+        The URL is invalid, or the server refuses: a wrong password, a user who may not read
+        these keys, an untrusted certificate. A server that does not answer only causes a warning.
     ImportError
         redis is not installed.
     """
@@ -313,16 +314,16 @@ class RedisStore(RemoteStore):
 class RedisClusterStore(RedisStore):
     """Keep blocks in a Redis or Valkey cluster. Needs the extra ``redis``.
 
-    A block lies on the node that has its key's slot. A node that is slow or gone makes misses of
-    its own blocks, until another node has its slots. Other arguments and errors are as in
-    `RedisStore`, of each node.
+    A block is stored on the node that has its key's slot. If a node is slow or gone, its blocks
+    are misses until another node takes over its slots. Other arguments and errors are those of
+    `RedisStore`, for each node.
 
     Parameters
     ----------
     url : str
         ``redis+cluster://user:password@host:6379,other:6379``, ``rediss+cluster://`` for TLS; also
-        ``valkey+cluster://`` and ``valkeys+cluster://``. Any of the nodes: each knows all of them.
-        Options of redis-py may follow. User, password and options are those of every node.
+        ``valkey+cluster://`` and ``valkeys+cluster://``. Any nodes: the others are discovered from
+        them. Options of redis-py may follow. User, password and options apply to every node.
 
     Raises
     ------

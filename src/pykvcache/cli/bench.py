@@ -36,7 +36,7 @@ def bench(model: str, tokens: int, repeat: int, as_json: bool, **options: Any) -
     """Measure what the cache saves with this model, on this machine.
 
     Evaluates a prompt, generates, forks, saves and restores. Shows how many times faster it is to
-    restore a prefix from memory or from a file than to evaluate it.
+    restore a prefix from RAM or from a file than to evaluate it.
     """
     with (
         load_model(model) as loaded,

@@ -37,9 +37,9 @@ def _size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     return int(found[1]) * _UNITS[found[2].upper()]
 
 
-@click.group(short_help="Look at, check and trim the tiers of prefix caches.")
+@click.group(short_help="Inspect, check and trim the tiers of prefix caches.")
 def cache() -> None:
-    """Look at, check and trim the tiers of prefix caches: folders, Redis and Valkey, buckets.
+    """Inspect, check and trim the tiers of prefix caches: folders, Redis and Valkey, buckets.
 
     PATH_OR_URL is a tier of `PrefixCache(ctx, tiers=[...])`: a folder, redis://host,
     s3://bucket/prefix. Other processes may use it at the same time.

@@ -37,7 +37,7 @@ _EPILOG = """
 \b
 Examples:
   pykvcache chat -m model.gguf
-  pykvcache chat -m model.gguf --session chat.kv        continues where it stopped
+  pykvcache chat -m model.gguf --session chat.kv        continues a saved chat
   pykvcache chat -m model.gguf --system "Answer briefly."
 \b
 In the chat: /help lists the commands (/fork, /switch, /rewind, /save, ...). Ctrl-C ends an answer,

@@ -14,7 +14,7 @@ __all__ = ["demo"]
 @option("--seed", "Seed of all sampling.", type=number(0, 2**32 - 2), default=1)
 @option(
     "--n-ctx",
-    "Cells of the cache, rounded up to a multiple of 256.",
+    "Cells of the context, rounded up to a multiple of 256.",
     type=number(256, 2**20),
     default=1024,
 )
@@ -24,7 +24,7 @@ __all__ = ["demo"]
 def demo(model: str, seed: int, n_ctx: int, threads: int | None, quick: bool, plain: bool) -> int:
     """Fork, rewind and shift a story, and compare each result with a fresh run.
 
-    It takes some seconds on the small model of the package, and a minute or two on one of some
+    It takes a few seconds on the small model of the package, and a minute or two on one of a few
     hundred million parameters. Exit code 1: a result differs by more than rounding.
     """
     from pykvcache.demo import run

@@ -49,7 +49,7 @@ Examples:
 @click.argument("prompt", required=False)
 @model_option
 @file_option("prompt")
-@max_tokens_option(128, 0, 2**31 - 1, "Most tokens to generate.")
+@max_tokens_option(128, 0, 2**31 - 1, "Maximum number of new tokens.")
 @stop_option("Text that ends the generation; may be given several times.")
 @option("--samples", "Number of texts.", type=number(1, 1024), default=1)
 @click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template.")
@@ -63,7 +63,7 @@ Examples:
 )
 @option(
     "--logprobs",
-    "With --json: the log-probabilities of each token and of the N likeliest.",
+    "With --json: the log-probabilities of each token and of the N most likely.",
     type=number(0, 1000),
     default=0,
     metavar="N",
@@ -93,7 +93,7 @@ def generate(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Generate text that continues PROMPT ("-", or nothing with a pipe: standard input).
+    """Generate text that continues PROMPT ("-", or no PROMPT in a pipe: standard input).
 
     Several samples share one evaluation of the prompt, and are generated together, with one decode
     per step.

@@ -43,11 +43,11 @@ N_UBATCH = 512
 )
 @option(
     "--n-ctx",
-    "Tokens of the cache whose size is shown, rounded up to a multiple of 256. "
+    "Cells of the context whose size is shown, rounded up to a multiple of 256. "
     "Default: the trained context.",
     type=number(1, 2**31 - 1),
 )
-@option("--n-seq-max", "Sequences that share the cache.", type=number(1, 256), default=8)
+@option("--n-seq-max", "Number of sequences.", type=number(1, 256), default=8)
 @cache_type_options
 @swa_option
 @json_option("Write a JSON object.")

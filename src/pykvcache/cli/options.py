@@ -95,7 +95,9 @@ model_option = option(
     show_envvar=True,
 )
 threads_option = option(
-    "--threads", "Threads. Default: chosen by the model's size and the CPUs.", type=number(1, 512)
+    "--threads",
+    "Number of threads. Default: by the model's size and the CPUs.",
+    type=number(1, 512),
 )
 template_option = option(
     "--template",
@@ -108,8 +110,8 @@ swa_option = click.option(
     " /--swa-window",
     default=True,
     show_default=True,
-    help="Layers with a sliding window keep all cells, or only the window. Rewinds and shifts need "
-    "all.",
+    help="Sliding-window layers keep all cells, or only those of the window. Rewinds and shifts "
+    "need all cells.",
 )
 
 
@@ -163,8 +165,8 @@ cache_type_options = _group(
 context_options = _group(
     option(
         "--n-ctx",
-        "Cells of the cache, in tokens, rounded up to a multiple of 256; 0: as many "
-        "as the model was trained with.",
+        "Cells of the context, one per token, rounded up to a multiple of 256; 0: the model's "
+        "trained length.",
         type=cells,
         default=4096,
     ),
@@ -174,10 +176,10 @@ context_options = _group(
 )
 # Arguments of `Sampler` that have an option of the same name, with its help.
 _SAMPLING = {
-    "temperature": "0: always the likeliest token.",
-    "top_k": "Choose from the K likeliest tokens; 0: from all.",
-    "top_p": "Choose from the likeliest tokens that have this probability together; 1: from all.",
-    "min_p": "Leave out tokens below this share of the likeliest one's probability; 0: none.",
+    "temperature": "0: greedy, always the most likely token.",
+    "top_k": "Choose from the K most likely tokens; 0: from all.",
+    "top_p": "Choose from the most likely tokens with this total probability; 1: from all.",
+    "min_p": "Drop tokens below this fraction of the highest probability; 0: none.",
     "repeat_penalty": "Above 1: repeated tokens become less likely.",
 }
 #: The options of a `Sampler`: see `make_sampler`.

@@ -19,7 +19,7 @@ _EPILOG = """
 \b
 Examples:
   pykvcache rpc-server                                    for this machine only
-  pykvcache rpc-server --host 10.0.0.2 --port 50052       for a network of your own
+  pykvcache rpc-server --host 10.0.0.2 --port 50052       for a private network
   then: LlamaModel("model.gguf", rpc=["10.0.0.2:50052"])
 
 It serves one process at a time, until it is stopped. It is not available on Windows.
@@ -34,8 +34,8 @@ _WARNING = (
 @click.command(
     "rpc-server", short_help="Compute layers of models that other machines load.", epilog=_EPILOG
 )
-@option("--host", "Address to listen at.", default="127.0.0.1")
-@option("--port", "Port to listen at.", type=number(1, 65535), default=50052)
+@option("--host", "Address to listen on.", default="127.0.0.1")
+@option("--port", "Port to listen on.", type=number(1, 65535), default=50052)
 @option(
     "--device names",
     "Device that computes; may be given several times. Default: all GPUs, or the CPU.",
@@ -43,7 +43,7 @@ _WARNING = (
 )
 @threads_option
 def rpc_server(host: str, port: int, names: tuple[str, ...], threads: int | None) -> None:
-    """Compute layers of models that other processes load, and hold these layers' caches.
+    """Compute layers of models that other processes load, and hold the cells of these layers.
 
     Never open the port to a network that you do not trust: use a tunnel (ssh -L, WireGuard).
     """

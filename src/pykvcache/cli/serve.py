@@ -52,37 +52,42 @@ http://127.0.0.1:8080/ shows the cache in a browser.
     envvar="PYKVCACHE_MODEL",
     metavar="PATH",
 )
-@option("--alias", "Name of the model in requests. Default: the name of its file.")
-@option("--host", "Address to listen on. Beyond loopback, keys are required.", default="127.0.0.1")
-@option("--port", "0: any that is free.", type=number(0, 65535), default=8080)
+@option("--alias", "Name of the model in requests. Default: its file name without .gguf.")
+@option(
+    "--host",
+    "Address to listen on. Any address but loopback needs --api-keys or --api-key.",
+    default="127.0.0.1",
+)
+@option("--port", "Port to listen on; 0: any free one.", type=number(0, 65535), default=8080)
 @option(
     "--cache tiers",
-    "Where prefixes survive a restart: a folder, or an address such as redis://host; may be "
-    "repeated, the nearest first.",
+    "Keep evaluated prefixes beyond this process: in a folder, or at an address such as "
+    "redis://host. May be repeated, nearest first.",
     multiple=True,
     metavar="TIER",
 )
 @option(
     "--ram ram_mib",
-    "Memory of the prefix cache. Default: an eighth of the free memory.",
+    "Size of the prefix cache in RAM. Default: an eighth of the free memory, at most 4 GiB.",
     type=number(0, 2**32),
     metavar="MIB",
 )
 @option(
     "--tier-seconds",
-    "Longest wait of a request for the tiers. Default: a tenth of the time to evaluate it.",
+    "Longest wait of a request for --cache. Default: a tenth of its estimated evaluation time.",
     type=float,
     metavar="SECONDS",
 )
 @option(
     "--n-ctx",
-    "Cells of the context, shared by all sequences. Default: as many as fit into memory.",
+    "Cells of the context, one per token, shared by all requests. Default: as many as fit into a "
+    "quarter of the free memory, at most 32,768.",
     type=number(0, 2**31 - 1),
 )
 @option("--parallel", "Requests that run at the same time.", type=number(1, 256), default=8)
 @option(
     "--max-waiting",
-    "Requests that may wait; one more gets status 429.",
+    "Requests that may wait; further ones get status 429.",
     type=number(0, 2**20),
     default=64,
 )
@@ -92,7 +97,7 @@ http://127.0.0.1:8080/ shows the cache in a browser.
 )
 @option(
     "--timeout",
-    "End a request after this time; the answer is the text so far.",
+    "End a request after this time; its answer is the text so far.",
     type=float,
     metavar="SECONDS",
 )
@@ -101,19 +106,20 @@ http://127.0.0.1:8080/ shows the cache in a browser.
 )
 @option(
     "--api-keys",
-    "One key per line, with the name of its tenant after a space. Tenants share nothing.",
+    "A file with one key per line, followed by a space and its tenant's name. Tenants share "
+    "nothing.",
     type=click.Path(dir_okay=False),
     metavar="FILE",
 )
 @option(
     "--api-key api_key",
-    "A key, with a tenant of its own; may be repeated.",
+    "A key with its own tenant; may be repeated.",
     multiple=True,
     envvar="PYKVCACHE_API_KEY",
 )
 @option(
     "--secret",
-    "Encrypts the blocks in the tiers (needs pykvcache[crypto]).",
+    "Encrypts what --cache stores (needs the extra crypto).",
     envvar="PYKVCACHE_SECRET",
 )
 @threads_option
@@ -134,7 +140,7 @@ http://127.0.0.1:8080/ shows the cache in a browser.
 @option(
     "--cors-origin origins",
     "Origin of web pages that may call the server, such as https://chat.local; '*' for all. "
-    "Default: pages of this machine.",
+    "Default: pages on this machine.",
     multiple=True,
     metavar="ORIGIN",
 )
@@ -155,7 +161,7 @@ def serve(
     quiet: bool,
     **options: Any,
 ) -> None:
-    """Serve models over OpenAI's and Anthropic's APIs; known prefixes are not evaluated again."""
+    """Serve models over OpenAI's and Anthropic's APIs; reuse cached prefixes."""
     try:
         from pykvcache.serve import (
             Defaults,

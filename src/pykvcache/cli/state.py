@@ -25,9 +25,9 @@ FILE = click.argument("file", type=click.Path())
 OUT = click.argument("out", type=click.Path())
 
 
-@click.group(short_help="Look at, check, cut and convert saved states.")
+@click.group(short_help="Inspect, check, cut and convert saved states.")
 def state() -> None:
-    """Look at, check, cut and convert saved states.
+    """Inspect, check, cut and convert saved states.
 
     These are files of LlamaSequence.save, LlamaContext.save_sequence and save_context, llama.cpp's
     own files, and slots that llama-server saved.

@@ -42,7 +42,7 @@ def tokenize(
     form: str | None,
     decode: bool,
 ) -> None:
-    """Show the tokens of TEXT ("-", or nothing with a pipe: standard input), one per line."""
+    """Show the tokens of TEXT ("-", or no TEXT in a pipe: standard input), one per line."""
     given = read_text(text, file)
     with load_model(model, vocab_only=True) as loaded:
         if decode:

@@ -34,6 +34,24 @@ def test_files_named_with_a_folder_exist() -> None:
             assert any((place / path).is_file() for place in places), f"{name}: {path}"
 
 
+def test_files_and_functions_of_the_compiled_layer_exist() -> None:
+    page = (ROOT / "docs" / "reference" / "compiled-layer.md").read_text(encoding="utf-8")
+    files = set(re.findall(r"`([\w/]+\.(?:pxi|pxd|pyx|py|h|cpp|cmake|\*))`", page))
+    files -= {"llama.h", "unicode.cpp"}  # llama.cpp's
+    assert len(files) > 50
+    for name in files:
+        assert list(PACKAGE.rglob(name)), name
+    found = {path for name in files for path in PACKAGE.rglob(name)}
+    endings = (".pxi", ".h", ".cpp", ".cmake")
+    native = {path for path in (PACKAGE / "_native").rglob("*") if path.suffix in endings}
+    assert sorted(native - found) == []
+    functions = re.findall(r"`(?:\w+::)?(\w+)` in `([\w/.]+)`", page)
+    assert len(functions) > 15
+    for function, name in functions:
+        texts = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob(name)]
+        assert any(re.search(rf"\b{function}\(", text) for text in texts), (function, name)
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(path: Path) -> None:
     text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)

@@ -182,12 +182,8 @@ class BlockCache:
     ) -> list[Component]:
         """Insert a plan, within a change, and evict to make room for it.
 
-        The plan was made of that match. An owner holds all of it from then on.
-
-        Returns
-        -------
-        list of Component
-            Those with chunks that are None, for the caller to fill; or for `abandon`.
+        The plan was made of that match. An owner holds all of it from then on. Returns the
+        components with chunks that are None, for the caller to fill; or for `abandon`.
         """
         tree, size = self.tree, self.shape.block_size
         known, n_removed = match.n // size, len(tree.removed)

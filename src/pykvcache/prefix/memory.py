@@ -55,18 +55,8 @@ class Cells:
 class CacheMemory:
     """The one seam between a cache and llama.cpp's memory: cells and states, in and out.
 
-    Parameters
-    ----------
-    context
-        Whose memory.
-    block_size
-        Tokens per block.
-    ram_bytes
-        Budget of the cache, of which free buffers may take an eighth.
-    node_bytes, chunk_bytes
-        Overhead of a node and of a chunk in the tree.
-    overhead
-        Bytes that a buffer needs in addition to a block's cells.
+    Buffers for the next cells take an eighth of ``ram_bytes`` at most. In tiers, a block takes
+    ``overhead`` bytes more than its cells.
     """
 
     def __init__(

@@ -28,16 +28,8 @@ class PrefixTree:
     attention cells leave from the ends of the tree, windows that are no longer complete leave
     whole, and tokens that no prompt can go on from leave with the last window or state after them.
 
-    Parameters
-    ----------
-    shape
-        Of the memory whose cells are kept.
-    policy
-        What leaves first: a name of `pykvcache.prefix.policies`, or an object.
-    max_bytes
-        Budget of all components, nodes, and of what the policy notes.
-    root
-        Names the roots; None where blocks need no names.
+    ``max_bytes`` bounds all components and nodes, and what the policy notes. Without a ``root``
+    blocks have no names.
     """
 
     def __init__(

@@ -250,11 +250,16 @@ class Component:
             return (node.window if self.kind is Kind.WINDOW else node.state) is self
         return node.attention is self and not node.children
 
-    def key_at(self, end: int) -> int:
-        """Return a 32-bit number of the path up to a token of its node.
+    def chunk_key(self, n_kept: int = 0) -> int:
+        """Return a 32-bit number of the path up to the end of the chunk that follows some tokens.
 
         For what policies remember of components that left. Two paths may have the same one.
         """
+        end = self.start
+        for size in self.sizes:
+            end += size
+            if end - self.start > n_kept:
+                break
         return self.node.key_at(end) ^ self.kind
 
 

@@ -112,7 +112,7 @@ class HitDensity(Policy):
         self._tick(one.last_use)
         life = one.notes = _Life()
         if one.kind is Kind.ATTENTION:
-            ghost = self._ghosts.pop(one.key_at(one.start + one.sizes[0]), None)
+            ghost = self._ghosts.pop(one.chunk_key(), None)
             if ghost is not None:
                 life.uses = ghost.uses + 1
                 self._end_ghost(ghost, _USED)
@@ -169,13 +169,7 @@ class HitDensity(Policy):
             # The life goes on with the tokens that stay.
             life = _Life(life.uses)
             life.is_over = True
-        # The key is that of the first chunk that leaves.
-        end, left = one.start, one.n_tokens - n_tokens
-        for size in one.sizes:
-            end += size
-            if end - one.start > left:
-                break
-        key = one.key_at(end)
+        key = one.chunk_key(one.n_tokens - n_tokens)  # of the first chunk that leaves
         if (older := self._ghosts.pop(key, None)) is not None:
             self._end_ghost(older, _UNUSED)
         self._ghosts[key] = life

@@ -124,7 +124,7 @@ class S3FIFO(Policy):
 
     def added(self, one: Component) -> None:
         """Put it into the small queue, or the main one if its first chunk left not long ago."""
-        ghost = self._ghosts.pop(_first_key(one), None)
+        ghost = self._ghosts.pop(one.chunk_key(), None)
         if ghost is not None:
             self._ghost_bytes -= ghost
         else:
@@ -152,7 +152,7 @@ class S3FIFO(Policy):
             return
         size = one.n_bytes * n_tokens // one.n_tokens if one.n_tokens else one.n_bytes
         self._small_bytes -= size
-        key = one.key_at(_end_of_first(one, one.n_tokens - n_tokens))
+        key = one.chunk_key(one.n_tokens - n_tokens)
         self._ghost_bytes += size - self._ghosts.pop(key, 0)
         self._ghosts[key] = size
         most = self._budget
@@ -182,18 +182,3 @@ class S3FIFO(Policy):
                 self._small_bytes -= one.n_bytes
             self._place(one, uses - 1 if in_main else 0, True)
             self.evictable(one)
-
-
-def _first_key(one: Component) -> int:
-    """Return the key of the path up to the end of a component's first chunk."""
-    return one.key_at(_end_of_first(one, 0))
-
-
-def _end_of_first(one: Component, n_kept: int) -> int:
-    """Return where the chunk ends that follows the first so many tokens."""
-    at = one.start
-    for size in one.sizes:
-        at += size
-        if at - one.start > n_kept:
-            break
-    return at

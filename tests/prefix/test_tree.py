@@ -58,7 +58,7 @@ def test_random_requests_keep_every_account_right(kinds, policy):
 @pytest.mark.parametrize("kinds", ALL.values(), ids=ALL)
 def test_lower_priorities_leave_first(kinds, policy):
     rng = random.Random(7)
-    model = Model(kinds, 4, 6000, policy)
+    model = Model(kinds, 4, 2500, policy)
     tree, choose, n_evicted = model.tree, model.tree.policy.victim, 0
 
     def victim():
@@ -71,11 +71,11 @@ def test_lower_priorities_leave_first(kinds, policy):
         return one
 
     tree.policy.victim = victim
-    for prompt, answer in prompts(rng, examples(300)):
+    for prompt, answer in prompts(rng, 100):
         priority = rng.choice([-1, 0, 0, 1])
         begun, hold = model.begin(prompt, priority=priority)
         model.give(prompt, answer, begun, priority=priority)
         if hold is not None:
             tree.release(hold)
             tree.fit()
-    assert n_evicted > 40
+    assert n_evicted > 20

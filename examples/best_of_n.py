@@ -1,4 +1,4 @@
-"""Best of n: sample several answers at once, keep the likeliest one.
+"""Best of n: sample several answers at once, keep the most likely one.
 
 The prompt is evaluated once, and every step is one decode for all samples.
 

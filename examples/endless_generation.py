@@ -1,4 +1,4 @@
-"""Generate more text than fits the cache: drop the oldest part, close the gap, continue.
+"""Generate more text than fits into the context: drop the oldest part, close the gap, continue.
 
 The beginning of the prompt stays. Kept tokens are not evaluated again, which is fast, but their
 keys and values were computed while the dropped tokens were visible, so the result differs from a

@@ -1,4 +1,4 @@
-"""Many prompts on few sequence ids: they run together, and the rest waits.
+"""Run many prompts on few sequence ids: some run together, and the rest wait.
 
 Usage: python examples/many_prompts.py [model.gguf]
 """

@@ -1,6 +1,6 @@
-"""Draw a cache: the length of the keys, and the cells that three sequences share.
+"""Draw a KV cache: the norms of the keys, and the cells that three sequences share.
 
-A story is forked twice and continued in three ways. Above: the mean length of each token's keys in
+A story is forked twice and continued in three ways. Above: the mean norm of each token's keys in
 every layer, read in place. Below: the cells; those of the story belong to all three sequences.
 Usage: python examples/plot_cache.py [model.gguf] [picture.png]      (needs pykvcache[plot])
 """
@@ -33,14 +33,14 @@ with LlamaModel(path) as model, LlamaContext(model, n_ctx=256, n_seq_max=3) as c
         list(ctx.generate(prompt[-1:], n, Sampler(temperature=0.9, seed=seq_id), seq_id))
 
     live = ctx.kv(0, copy=False)  # valid until the next call that changes the cache
-    lengths = np.stack([np.linalg.norm(x.keys, axis=-1).mean(-1) for x in live.layers])
+    norms = np.stack([np.linalg.norm(x.keys, axis=-1).mean(-1) for x in live.layers])
     positions, table = live.positions, ctx.cells()
 
 figure, (above, below) = plt.subplots(2, 1, figsize=(11, 5), layout="constrained")
-image = above.pcolormesh(positions, np.arange(len(lengths)), lengths, shading="nearest")
-figure.colorbar(image, ax=above, label="mean length of keys")
+image = above.pcolormesh(positions, np.arange(len(norms)), norms, shading="nearest")
+figure.colorbar(image, ax=above, label="mean norm of keys")
 above.set(xlabel="position in sequence 0 (shared up to the dots)", ylabel="layer", title="Keys")
-above.set_yticks(range(len(lengths)))
+above.set_yticks(range(len(norms)))
 above.axvline(len(prompt) - 1.5, color="white", linestyle=":")
 
 owners = table.members @ 2 ** np.arange(table.members.shape[1])  # 1, 2, 4: one sequence; 7: all

@@ -114,7 +114,8 @@ class KvCacheMethods:
     ) -> None:
         """Remove the positions ``[p0, p1)`` and shift later ones to close the gap.
 
-        All or nothing.
+        All or nothing. The later tokens keep K/V computed while the removed ones were visible, so
+        the next logits differ from those of a fresh run.
 
         Parameters
         ----------
@@ -151,7 +152,8 @@ class KvCacheMethods:
         """Add ``delta`` to the positions in ``[p0, p1)`` (``llama_memory_seq_add``).
 
         Keys are rotated to their new positions at the next decode, or now by
-        `kv_cache_update`.
+        `kv_cache_update`. Nothing is evaluated again, so the next logits differ from those of a
+        fresh run.
 
         Raises
         ------

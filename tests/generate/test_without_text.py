@@ -29,7 +29,7 @@ def test_a_prefix_cache_explains_itself_in_token_ids(context: LlamaContext) -> N
             wanted = list(first.generate(4))
             other = cache.sequence([*KNOWN[:7], 30, 31])  # beside one in use
             assert other.reuse.live == 7
-            assert other.reuse.reason == "token 7 is 30: the nearest known prompt has 7"
+            assert other.reuse.reason == "token 7 is 30: the closest cached prompt has 7"
             assert "9 tokens" in other._repr_html_()
         with cache.sequence([*KNOWN[:6], 40]) as third:
             assert third.reuse.first_difference == 6

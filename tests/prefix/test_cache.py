@@ -234,7 +234,7 @@ def test_it_says_why(make_context: Make) -> None:
     tokens = words(1, 30)
     first = cache.sequence(tokens)
     assert first.reuse.first_difference is None
-    assert "no known prompt" in first.reuse.reason
+    assert "no cached prompt" in first.reuse.reason
     first.evaluate()
     for _ in range(2):
         other = cache.sequence([*tokens[:13], 60, *tokens[14:]])
@@ -245,7 +245,7 @@ def test_it_says_why(make_context: Make) -> None:
         assert longer.reuse.reason == "the rest is new"
         again = cache.sequence(tokens)
         assert again.reuse.first_difference is None
-        assert again.reuse.reason == "the whole prompt was known"
+        assert again.reuse.reason == "the whole prompt was cached"
         first.close()
         del other, longer, again
 

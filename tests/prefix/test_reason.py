@@ -39,7 +39,7 @@ def test_it_compares_with_the_sequence_that_agrees_most(context: LlamaContext) -
         newer = cache.sequence([*BASE[:20], 49])
         assert newer.reuse.live == 20
         piece = context.model.token_to_piece(45, special=True).decode()
-        assert newer.reuse.reason.endswith(f"the nearest known prompt has {piece!r}")
+        assert newer.reuse.reason.endswith(f"the closest cached prompt has {piece!r}")
         del evaluated
 
 
@@ -65,11 +65,11 @@ def test_after_the_model_was_closed_it_names_ids(context: LlamaContext) -> None:
             first.evaluate()
         one = cache.sequence([*BASE[:21], 50])
         context.model.close()
-        assert one.reuse.reason == f"token 21 is 50: the nearest known prompt has {BASE[21]}"
+        assert one.reuse.reason == f"token 21 is 50: the closest cached prompt has {BASE[21]}"
 
 
 def evaluate(cache: PrefixCache, tokens: list[int], **options: Any) -> str:
-    """Evaluate a prompt; return why no more of it was known."""
+    """Evaluate a prompt; return why no more of it was reused."""
     with cache.sequence(tokens, **options) as sequence:
         sequence.evaluate()
         return sequence.reuse.reason
@@ -82,7 +82,7 @@ def test_it_tells_no_tenant_of_another(context: LlamaContext) -> None:
         held.evaluate()
         for prompt in (BASE, [*BASE[:21], 50], BASE[5:]):
             said = [evaluate(cache, prompt, namespace=f"{n}{len(prompt)}") for n in "ab"]
-            assert said == ["no known prompt begins like it"] * 2
+            assert said == ["no cached prompt begins like it"] * 2
 
 
 def test_it_names_other_adapters(model_folder: Path, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_it_names_other_adapters(model_folder: Path, tmp_path: Path) -> None:
         evaluate(cache, BASE)
         ctx.set_adapters([LoraAdapter(model, tmp_path / "one.gguf")])
         said = evaluate(cache, BASE)
-        assert said == "40 tokens are known under other adapters or control vectors"
+        assert said == "40 tokens are cached under other adapters or control vectors"
         held = cache.sequence([*BASE, 7])
         held.evaluate()
         ctx.set_adapters([])

@@ -192,7 +192,7 @@ class PromptLookup:
     def _difference(
         self, ids: IntArray, live: Live, known: int, after: int | None
     ) -> Difference | None:
-        """Return where a prompt differs from the nearest known one; None where it does not."""
+        """Return where a prompt differs from the closest cached one; None where it does not."""
         at, other = known, after
         if live.nearest is not None and live.agrees >= known:
             theirs = live.nearest.cells.ledger
@@ -213,7 +213,7 @@ class PromptLookup:
         for digest in [b"", *self._adapters] if self._adapters and least <= len(ids) else ():
             space = space_of(request.namespace, digest)
             if space != request.space and (n := tree.match(ids.tobytes(), space).n) >= least:
-                found, least = [f"{n:,} tokens are known under other {_ADAPTERS}"], n + 1
+                found, least = [f"{n:,} tokens are cached under other {_ADAPTERS}"], n + 1
         return found
 
     def renew(self, request: Request) -> bool:

@@ -108,7 +108,7 @@ class CacheStats:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token of a prompt that differs from the nearest known one.
+    """The first token of a prompt that differs from the closest cached one.
 
     Attributes
     ----------
@@ -117,7 +117,7 @@ class Difference:
     at
         The place of that token.
     other
-        The nearest known prompt's token there.
+        The closest cached prompt's token there.
     """
 
     model: LlamaModel
@@ -130,9 +130,9 @@ class Difference:
         text = text_of(self.model, self.tokens[:-1])
         mine, theirs = piece_of(self.model, own), piece_of(self.model, self.other)
         if text is None or mine is None or theirs is None:
-            return f"token {at} is {own}: the nearest known prompt has {self.other}"
+            return f"token {at} is {own}: the closest cached prompt has {self.other}"
         place = f"token {at}, after {text[-40:]!r}," if text else f"token {at}"
-        return f"{place} is {mine!r}: the nearest known prompt has {theirs!r}"
+        return f"{place} is {mine!r}: the closest cached prompt has {theirs!r}"
 
 
 @dataclass
@@ -144,11 +144,11 @@ class Reason:
     n
         Tokens of the prompt.
     agrees
-        Leading tokens that it has in common with the nearest known prompt.
+        Leading tokens that it has in common with the closest cached prompt.
     reused
         Tokens that need not be evaluated.
     difference
-        Where it parts from the nearest known prompt; None where it does not.
+        Where it diverges from the closest cached prompt; None where it does not.
     part
         What a memory needs in addition to attention cells to go on: "window", "state" or nothing.
     known
@@ -168,12 +168,16 @@ class Reason:
     def __str__(self) -> str:
         reasons = [] if self.difference is None else [str(self.difference)]
         if self.reused < min(self.known, self.n - 1) and self.part:
-            what = "window is complete" if self.part == "window" else "state was taken"
-            where = f"at token {self.reused:,}" if self.reused else "nowhere before"
-            reasons.append(f"{self.known:,} tokens are known, but the nearest {what} {where}")
+            is_window = self.part == "window"
+            if self.reused:
+                last = "the last complete window ends" if is_window else "the last saved state is"
+                last += f" at token {self.reused:,}"
+            else:
+                last = "no window is complete" if is_window else "no state was saved"
+            reasons.append(f"{self.known:,} tokens are cached, but {last}")
         reasons += self.obstacles
         if reasons:
             return "; ".join(reasons)
         if self.agrees >= self.n:
-            return "the whole prompt was known"
-        return "the rest is new" if self.agrees else "no known prompt begins like it"
+            return "the whole prompt was cached"
+        return "the rest is new" if self.agrees else "no cached prompt begins like it"

@@ -239,7 +239,7 @@ def reuse(stage: Stage, story: LlamaSequence) -> None:
                         one.evaluate()
                     report = one.reuse
                     if report.evaluated < len(tokens):
-                        stage.add("a known prefix", meter, [(one, tokens)])
+                        stage.add("a cached prefix", meter, [(one, tokens)])
                     stage.show_answer(question, list(one.generate(ANSWER)))
             stage.screen.figures(
                 f"{report.evaluated} of {len(tokens)} tokens evaluated: {report.reason}"

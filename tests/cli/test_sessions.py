@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import threading
 import time
@@ -21,7 +22,7 @@ pytest.importorskip("jinja2", reason="pip install 'pykvcache[cli]'")
 
 import click
 
-from cli.test_chat import Templated
+from cli.test_chat import PLAIN, Templated
 from pykvcache import (
     LlamaContext,
     LlamaModel,
@@ -35,6 +36,7 @@ from pykvcache.cli.chat import Chat
 from pykvcache.cli.conversation import FORMAT, Conversation
 from pykvcache.errors import StateError, UnsupportedOperation
 from support.breaking import make_breaking
+from support.models import make_model
 
 GREEDY = Sampler(temperature=0)
 Logits = NDArray[np.float32]
@@ -366,3 +368,44 @@ def test_a_model_without_a_template_continues_the_text(tmp_path: Path) -> None:
         again.answer("One more line.", 16, GREEDY)
         again.obey("/rewind 2")
         assert_is_text(again.branch)
+
+
+@pytest.mark.parametrize("template", [PLAIN, SHORTENED, None])
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_random_commands_keep_text_and_tokens_those_of_the_messages(
+    name: str, template: str | None, model_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    rng, saved = random.Random(3), tmp_path / "saved.kv"
+    with (
+        LlamaModel(make_model(name, model_folder)) as model,
+        LlamaContext(model, n_ctx=256, n_seq_max=8, n_threads=1) as ctx,
+    ):
+        chat = Chat(ctx, "Be kind.", str(tmp_path / "chat.kv"), template)
+        chat.begin()
+        branches, is_shifted = ["main"], False
+        for i in range(40):
+            command = rng.choice(["say", "say", "say", "say", "rewind", "fork", "switch", "save"])
+            if command == "say":
+                chat.answer(f"message {i} {'x' * rng.randrange(30)}", rng.randrange(1, 20), GREEDY)
+            elif command == "rewind":
+                chat.obey(f"/rewind {rng.randrange(1, 3)}")
+            elif command == "fork" and len(branches) < 4:
+                branches.append(f"branch{i}")
+                chat.obey(f"/fork {branches[-1]}")
+            elif command == "switch":
+                chat.obey(f"/switch {rng.choice(branches)}")
+            elif command == "save":
+                chat.obey(f"/save {saved}")
+                chat.obey(f"/load {saved}")
+            one = chat.branch
+            # A template may end with a line break that the answer does not have.
+            assert "".join(one.render(one.messages).split()) == "".join(one.text.split())
+            held = model.detokenize(one.sequence.tokens)
+            assert "".join(held.split()) == "".join(one.text.split())
+            # Tokens after a dropped turn were computed with it in view.
+            is_shifted |= "dropped, the oldest" in capsys.readouterr().err
+            if len(one.sequence) and not is_shifted:
+                with LlamaSequence(ctx, one.sequence.tokens) as fresh:
+                    assert np.allclose(one.sequence.logits(), fresh.logits(), atol=0.1)
+        assert is_shifted
+        chat.end()

@@ -8,6 +8,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
@@ -93,7 +94,7 @@ def _measure(ctx: Any, n: int, repeat: int) -> dict[str, float]:
                 sequence.truncate(n)
                 generator = BatchGenerator(ctx)
                 handles = generator.submit(sequence, 32, sampler, n=8)
-                timed("generate_8x32", generator.run)
+                timed("generate_8x32", partial(generator.run, progress=False))
                 del handles
             timed("put_back", ctx.set_state, state, 0)
             ctx.clear_kv_cache()

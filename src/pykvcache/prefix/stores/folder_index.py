@@ -12,8 +12,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 __all__ = ["MAX_TIME", "FolderIndex", "Rows", "block_cost"]
 
@@ -84,18 +83,19 @@ class FolderIndex:
                         connection.execute(statement)
                 yield Rows(connection, is_new=is_new)
                 connection.execute("COMMIT")
-            except UnicodeDecodeError as error:  # of a damaged name in SQLite's own message
+            except Exception as error:
+                if not self._is_damage(error):
+                    raise
                 self._remove()
-                raise sqlite3.DatabaseError(str(error)) from error
-            except sqlite3.DatabaseError as error:
-                if self._is_damage(error):
-                    self._remove()
-                raise
+                raise sqlite3.DatabaseError(f"the index is damaged: {error}") from error
 
     def read(self) -> list[tuple[bytes, int, int]]:
         """Return key, size and time of use in nanoseconds of every block."""
         with self._connection() as connection:
-            return Rows(connection).all()
+            try:
+                return Rows(connection).all()
+            except (TypeError, ValueError) as error:
+                raise sqlite3.DatabaseError(f"the index is damaged: {error}") from error
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
@@ -105,11 +105,13 @@ class FolderIndex:
             with contextlib.closing(connection):
                 yield connection
 
-    def _is_damage(self, error: sqlite3.DatabaseError) -> bool:
+    def _is_damage(self, error: Exception) -> bool:
         """Return whether an error says that the index is wrong, rather than busy, full or denied.
 
-        An error about a damaged schema can have any text.
+        A value of a wrong type raises a TypeError, and a damaged name anything.
         """
+        if isinstance(error, OSError | MemoryError):
+            return False
         text = str(error)
         if "readonly" in text:  # a damaged header says so, too
             return os.access(self._path, os.W_OK)
@@ -138,21 +140,14 @@ class Rows:
         self._connection = connection
         self.is_new = is_new
 
-    def _select(self, sql: str, values: Sequence[object], *types: type) -> list[Any]:
-        """Return rows; SQLite keeps any value in any column, so damage may be of any type."""
-        found = self._connection.execute(sql, values).fetchall()
-        if any(tuple(map(type, row)) != types for row in found):
-            raise sqlite3.DatabaseError("the index holds a value of a wrong type")
-        return found
-
     def now(self, n: int) -> int:
         """Return a time for `n` uses, counted downwards: all are later than every recorded one.
 
         Whatever clocks do, a later call is more recent.
         """
-        ((last,),) = self._select("SELECT coalesce(max(used), 0) FROM blocks", (), int)
-        now: int = max(time.time_ns(), min(last, MAX_TIME) + n)
-        return now
+        sql = "SELECT coalesce(max(used), 0) FROM blocks"
+        ((last,),) = self._connection.execute(sql).fetchall()
+        return max(time.time_ns(), min(int(last), MAX_TIME) + n)
 
     def add(self, key: bytes, size: int, used: int) -> None:
         """Add the row of a block, unless it has one."""
@@ -172,19 +167,18 @@ class Rows:
     def oldest(self, before: int) -> tuple[bytes, int] | None:
         """Return key and size of the least recently used block, if it was used before a time."""
         sql = "SELECT key, size FROM blocks WHERE used < ? ORDER BY used LIMIT 1"
-        return next(iter(self._select(sql, [before], bytes, int)), None)
+        found: tuple[bytes, int] | None = self._connection.execute(sql, [before]).fetchone()
+        return found
 
     def n_bytes(self) -> int:
         """Return the bytes that all blocks take on the disk."""
-        found = self._select("SELECT bytes FROM total", (), int)
-        if len(found) != 1:
-            raise sqlite3.DatabaseError("the index lacks its total")
-        n: int = found[0][0]
-        return n
+        ((n,),) = self._connection.execute("SELECT bytes FROM total").fetchall()
+        return int(n)
 
     def all(self) -> list[tuple[bytes, int, int]]:
         """Return key, size and time of use in nanoseconds of every block."""
-        return self._select("SELECT key, size, used FROM blocks", (), bytes, int, int)
+        rows = self._connection.execute("SELECT key, size, used FROM blocks")
+        return [(memoryview(key).tobytes(), int(size), int(used)) for key, size, used in rows]
 
     def check(self) -> set[bytes]:
         """Return the keys of all blocks; raise `sqlite3.DatabaseError` if the index is damaged."""

@@ -63,8 +63,8 @@ def scattered(ctx: LlamaContext, n: int = 24, seed: int = 3) -> None:
 def contents(ctx: LlamaContext) -> list[bytes]:
     """Everything that can be read of a context."""
     found = [ctx.get_state().tobytes(), *(ctx.get_state(s).tobytes() for s in range(3))]
-    if ctx.memory_kind != "attention":
-        found += [ctx.native.get_partial_state(s).content.tobytes() for s in range(3)]
+    if ctx.native.has_state_part:
+        found += [ctx.native.get_state_part(s).content.tobytes() for s in range(3)]
     if ctx.memory_kind != "recurrent":
         block = np.empty(ctx.native.block_bytes() * 20, np.uint8)
         assert ctx.native.get_block(1, 2, 20, block)

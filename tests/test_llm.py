@@ -382,3 +382,27 @@ def test_adapters_are_passed_on(model_folder: Path, tmp_path: Path) -> None:
             a, b = (one.generate([prompt], max_tokens=8)[0] for one in (plain, other))
             assert a.tokens.tolist() != b.tokens.tolist()
             assert other.context.adapters == ((adapter, 1.0),)
+
+
+def test_layers_go_to_gpus_where_the_build_has_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = list[object]()
+
+    class Spy(LlamaModel):
+        def __init__(self, path: Any, *, n_gpu_layers: Any = None, **options: Any) -> None:
+            given.append(n_gpu_layers)
+            super().__init__(path, n_gpu_layers=0, **options)
+
+    monkeypatch.setattr("pykvcache.llm.LlamaModel", Spy)
+    for has_gpu in (False, True):
+        monkeypatch.setattr("pykvcache._devices.takes_layers", lambda has_gpu=has_gpu: has_gpu)
+        for more in ({}, {"n_gpu_layers": 3}):
+            LLM(embedded_model_path(), n_ctx=256, **more).close()
+    assert given == [0, 3, -1, 3]
+
+
+def test_layers_of_a_loaded_model_are_not_moved() -> None:
+    with (
+        LlamaModel(embedded_model_path()) as model,
+        pytest.raises(ArgumentError, match="this LlamaModel is loaded"),
+    ):
+        LLM(model, n_gpu_layers=3)

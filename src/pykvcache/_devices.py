@@ -70,6 +70,11 @@ def takes_layers() -> bool:
     return any(_KINDS[kind] in _TAKES_LAYERS for _, kind, *_ in lib.device_facts())
 
 
+def default_layers() -> int:
+    """Return the layers that applications put on devices: all (-1) if any takes them, else none."""
+    return -1 if takes_layers() else 0
+
+
 def chosen(names: object) -> list[bytes] | None:
     """Return the devices of a model as bytes; ``None`` leaves the choice to llama.cpp."""
     if names is None:

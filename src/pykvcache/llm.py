@@ -14,9 +14,11 @@ import numpy.typing as npt
 
 from pykvcache._arguments import TokenInput, as_int, as_token_array
 from pykvcache._closing import Closing
+from pykvcache._devices import default_layers
 from pykvcache._embedder import Embedder
 from pykvcache.chat_format import ChatFormat, ChatMessage, ToolCall, ToolChoice
 from pykvcache.context import LlamaContext, open_context
+from pykvcache.errors import ArgumentError
 from pykvcache.generate import BatchGenerator
 from pykvcache.generate.handle import FinishReason, GenerationHandle
 from pykvcache.model import LlamaModel
@@ -141,6 +143,9 @@ class LLM(Closing):
         at most 32,768, and at most a quarter of the machine's free memory.
     n_parallel
         Number of sequences generated at once.
+    n_gpu_layers
+        Number of layers on GPUs, of a model that is loaded from its path; negative: all. Default:
+        all if this build has a GPU (see `pykvcache.devices`), as in llama.cpp.
     ram_bytes
         Bytes of memory for the prefix cache. Default: an eighth of the machine's free memory,
         within 64 MiB and 4 GiB.
@@ -177,6 +182,7 @@ class LLM(Closing):
         cache: Any = None,
         n_ctx: int | None = None,
         n_parallel: SupportsIndex = 8,
+        n_gpu_layers: SupportsIndex | None = None,
         ram_bytes: SupportsIndex | None = None,
         namespace: str = "",
         secret: bytes | str | None = None,
@@ -185,9 +191,15 @@ class LLM(Closing):
     ) -> None:
         n_seq_max = as_int(n_parallel, "n_parallel", 1, 256)
         self._owns_model = not isinstance(model, LlamaModel)
-        self._model = (
-            model if isinstance(model, LlamaModel) else LlamaModel(os.path.expanduser(model))
-        )
+        if isinstance(model, LlamaModel):
+            if n_gpu_layers is not None:
+                raise ArgumentError(
+                    "n_gpu_layers is for a path: this LlamaModel is loaded", "n_gpu_layers"
+                )
+            self._model = model
+        else:
+            layers: Any = default_layers() if n_gpu_layers is None else n_gpu_layers
+            self._model = LlamaModel(os.path.expanduser(model), n_gpu_layers=layers)
         self._embedder = Embedder(self._model)
         try:
             free = free_memory()

@@ -16,6 +16,7 @@ import click
 from pykvcache.cli.options import (
     cache_type_options,
     json_option,
+    layers_option,
     model_option,
     number,
     option,
@@ -31,6 +32,7 @@ __all__ = ["bench"]
 @option("-n --tokens", "Tokens of the prompt.", type=number(64, 2**20), default=512)
 @option("--repeat", "Number of runs; the median is shown.", type=number(1, 100), default=3)
 @cache_type_options
+@layers_option
 @threads_option
 @json_option("Write a JSON object (seconds, bytes).")
 def bench(model: str, tokens: int, repeat: int, as_json: bool, **options: Any) -> None:
@@ -40,7 +42,7 @@ def bench(model: str, tokens: int, repeat: int, as_json: bool, **options: Any) -
     restore a prefix from RAM or from a file than to evaluate it.
     """
     with (
-        load_model(model) as loaded,
+        load_model(model, options["n_gpu_layers"]) as loaded,
         open_from_options(loaded, options, n_ctx=tokens + 512, n_seq_max=10) as ctx,
     ):
         found = _measure(ctx, tokens, repeat)

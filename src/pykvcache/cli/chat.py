@@ -94,7 +94,10 @@ def chat(
     if session is not None:
         _check_folder(session)
     text = None if template is None else read_file(template)
-    with load_model(model) as loaded, open_from_options(loaded, options, n_seq_max=8) as ctx:
+    with (
+        load_model(model, options["n_gpu_layers"]) as loaded,
+        open_from_options(loaded, options, n_seq_max=8) as ctx,
+    ):
         sampler = make_sampler(options)
         one = Chat(ctx, system, session, text)
         one.begin()

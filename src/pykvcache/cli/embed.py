@@ -7,7 +7,7 @@ import json
 import click
 
 from pykvcache._embedder import Embedder
-from pykvcache.cli.options import file_option, model_option, read_file, read_text
+from pykvcache.cli.options import file_option, layers_option, model_option, read_file, read_text
 from pykvcache.cli.terminal import load_model
 
 __all__ = ["embed"]
@@ -24,8 +24,11 @@ Examples:
 @click.argument("texts", nargs=-1)
 @model_option
 @file_option("text")
+@layers_option
 @click.option("--lines", is_flag=True, help="Embed each line of the file or of the pipe.")
-def embed(texts: tuple[str, ...], model: str, file: str | None, lines: bool) -> None:
+def embed(
+    texts: tuple[str, ...], model: str, file: str | None, n_gpu_layers: int | None, lines: bool
+) -> None:
     """Write the embeddings of TEXTS, of unit length, one JSON list of numbers per line.
 
     Without TEXTS, standard input is embedded.
@@ -36,6 +39,6 @@ def embed(texts: tuple[str, ...], model: str, file: str | None, lines: bool) -> 
     if not given:
         whole = read_file(file) if file is not None else read_text(None, None)
         given = whole.splitlines() if lines else [whole]
-    with load_model(model) as loaded, Embedder(loaded) as embedder:
+    with load_model(model, n_gpu_layers) as loaded, Embedder(loaded) as embedder:
         for row in embedder.embed([loaded.tokenize(one) for one in given]):
             click.echo(json.dumps([round(float(x), 7) for x in row]))

@@ -106,7 +106,7 @@ def generate(
     if grammar is not None and json_schema is not None:
         raise click.UsageError("--grammar and --json-schema were given: one of them")
     text = read_text(prompt, file)
-    with load_model(model) as loaded:
+    with load_model(model, options["n_gpu_layers"]) as loaded:
         follow: dict[str, Any] = {}
         if grammar is not None:
             follow = {"grammar": read_file(grammar), "model": loaded}

@@ -81,7 +81,7 @@ def info(
 
 def describe(path: str, n_ctx: int | None, **options: Any) -> dict[str, Any]:
     """Return the facts of a file, by name."""
-    with load_model(path) as model:
+    with load_model(path, 0) as model:
         facts: dict[str, Any] = {
             "file": model.path,
             "name": model.metadata.get("general.name", ""),

@@ -21,6 +21,7 @@ __all__ = [
     "context_options",
     "file_option",
     "json_option",
+    "layers_option",
     "make_sampler",
     "max_tokens_option",
     "model_option",
@@ -93,6 +94,11 @@ model_option = option(
     metavar="FILE",
     envvar="PYKVCACHE_MODEL",
     show_envvar=True,
+)
+layers_option = option(
+    "-ngl --gpu-layers n_gpu_layers",
+    "Number of layers on GPUs. Default: all if this build has a GPU, as in llama.cpp.",
+    type=number(0, 2**31 - 1),
 )
 threads_option = option(
     "--threads",
@@ -172,6 +178,7 @@ context_options = _group(
     ),
     cache_type_options,
     swa_option,
+    layers_option,
     threads_option,
 )
 # Arguments of `Sampler` that have an option of the same name, with its help.

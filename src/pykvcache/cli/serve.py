@@ -15,6 +15,7 @@ import click
 from pykvcache._models import embedded_model_path
 from pykvcache.cli.options import (
     cache_type_options,
+    layers_option,
     make_sampler,
     number,
     option,
@@ -122,6 +123,7 @@ http://127.0.0.1:8080/ shows the cache in a browser.
     "Encrypts what --cache stores (needs the extra crypto).",
     envvar="PYKVCACHE_SECRET",
 )
+@layers_option
 @threads_option
 @cache_type_options
 @swa_option
@@ -186,7 +188,7 @@ def serve(
         stored = Responses(as_tiers(list(tiers)), options["secret"])
     except (ImportError, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from None
-    names = ("n_ctx", "type_k", "type_v", "swa_full", "secret", "tier_seconds")
+    names = ("n_ctx", "type_k", "type_v", "swa_full", "secret", "tier_seconds", "n_gpu_layers")
     context = {name: options[name] for name in names}
     context.update(
         n_parallel=options["parallel"],

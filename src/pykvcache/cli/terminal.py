@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 import click
 
+from pykvcache._devices import default_layers
 from pykvcache.context import LlamaContext, open_context
 from pykvcache.errors import KvCacheError
 from pykvcache.model import LlamaModel
@@ -56,8 +57,9 @@ def is_terminal(stream: TextIO | None) -> bool:
     return stream is not None and stream.isatty()
 
 
-def load_model(path: str, **options: Any) -> LlamaModel:
-    """Load a model; a large one with a progress bar."""
+def load_model(path: str, n_gpu_layers: int | None = None, **options: Any) -> LlamaModel:
+    """Load a model; a large one with a progress bar. By default GPUs take all layers."""
+    options["n_gpu_layers"] = default_layers() if n_gpu_layers is None else n_gpu_layers
     try:
         is_large = os.path.getsize(path) >= SMALL_FILE
     except OSError:

@@ -44,7 +44,7 @@ def tokenize(
 ) -> None:
     """Show the tokens of TEXT ("-", or no TEXT in a pipe: standard input), one per line."""
     given = read_text(text, file)
-    with load_model(model, vocab_only=True) as loaded:
+    with load_model(model, 0, vocab_only=True) as loaded:
         if decode:
             ids = [_token_id(word) for word in given.replace(",", " ").split()]
             click.echo(loaded.detokenize(ids, special=True))

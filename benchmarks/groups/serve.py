@@ -131,7 +131,7 @@ class Server:
         """Return the answer to a prompt."""
         body = {"prompt": tokens, "n_predict": n, **GREEDY, **more}
         answer = self.client.post(f"{self.url}/completion", json=body)
-        answer.raise_for_status()
+        check(answer.status_code)
         found: Answer = answer.json()
         return found
 
@@ -140,7 +140,7 @@ class Server:
         body = {"prompt": tokens, "n_predict": n, "stream": True, **GREEDY}
         begin = time.perf_counter()
         with self.client.stream("POST", f"{self.url}/completion", json=body) as answer:
-            answer.raise_for_status()
+            check(answer.status_code)
             lines = (line for line in answer.iter_lines() if line.startswith("data:"))
             next(lines)
             seconds = time.perf_counter() - begin
@@ -164,6 +164,12 @@ class Server:
 
         seconds = asyncio.run(run())
         return {"seconds": seconds, "rate": len(prompts) * n / seconds}
+
+
+def check(status: int) -> None:
+    """Raise where a server refused: llama-server takes no prompt over the trained length."""
+    if status >= 400:
+        raise RuntimeError(f"answered with status {status}")
 
 
 @contextlib.contextmanager

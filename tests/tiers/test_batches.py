@@ -131,3 +131,16 @@ def test_as_many_searches_as_requests_may_run(make_context: Make) -> None:
     generator.run()
     assert all(len(handle.tokens) == 1 for handle in handles)
     cache.close()
+
+
+def test_a_generator_learns_how_long_evaluating_takes(make_context: Make) -> None:
+    with (
+        PrefixCache(make_context("llama"), block_size=SIZE, tiers=[MemoryStore()]) as cache,
+        BatchGenerator(cache) as generator,
+    ):
+        evaluation = cache._core.link.evaluation
+        assert not evaluation.is_learned
+        generator.submit(words(1, 8), 3).wait()
+        assert not evaluation.is_learned  # few tokens tell little
+        generator.submit(words(2, 60), 3).wait()
+        assert evaluation.is_learned

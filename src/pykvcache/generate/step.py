@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,9 @@ from pykvcache.generate.schedule import Schedule
 from pykvcache.sequence.cells import Row, SequenceCells
 
 __all__ = ["Stepper"]
+
+#: Tokens of prompts in a batch whose time tells how long evaluating takes.
+_LEAST_TIMED = 16
 
 
 class Share(NamedTuple):
@@ -47,6 +51,8 @@ class Stepper:
         self._cells: tuple[SequenceCells, ...] = ()
         self._n_waiting = 0
         self._turns = 0  # the pool's turn counter after the last step
+        # Tokens and seconds of batches since the last logits, which a device computes later.
+        self._n_timed, self._seconds = 0, 0.0
 
     def step(self) -> list[tuple[GenerationRequest, int]]:
         """Make one decode; return the new tokens."""
@@ -249,6 +255,7 @@ class Stepper:
         for share in shares:
             ledger = share.handle._cells.ledger
             parts.append((ledger, ledger.seq_id, share.end, share.row))
+        began = time.perf_counter()
         try:
             if ready:
                 lanes = [handle._lane for handle in ready]
@@ -264,6 +271,9 @@ class Stepper:
         if found is None:
             return False
         tokens, rows = found
+        if len(self._rows) >= len(shares) + _LEAST_TIMED:
+            is_done = any(row is not None for row in rows)
+            self._note_time(len(self._rows) + len(ready), time.perf_counter() - began, is_done)
         for share in prompts:
             share.handle._cells.checkpoint()
         made += tokens
@@ -272,6 +282,13 @@ class Stepper:
             if row is not None:
                 self._advance(share.handle, row, made)
         return True
+
+    def _note_time(self, n: int, seconds: float, is_done: bool) -> None:
+        """Learn how long evaluating takes, once logits show that the computation is finished."""
+        self._n_timed, self._seconds = self._n_timed + n, self._seconds + seconds
+        if is_done:
+            self._schedule.pool.note_time(0, self._n_timed, self._seconds)
+            self._n_timed, self._seconds = 0, 0.0
 
     def _check_room(self, n: int) -> None:
         """Check for free cells first: a failed search for room may cost a window its cells."""

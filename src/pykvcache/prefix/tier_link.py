@@ -118,10 +118,10 @@ class TierLink:
     ) -> Load | None:
         """Begin to load what memory lacks of a prompt; None where waiting does not pay.
 
-        A request waits for a tenth of its evaluation at most, or as long as was set by hand. Where
-        loading is thought to take longer, nothing is asked for; but now and then in the background,
-        to learn. ``known`` tokens need no evaluation without the tiers. A thread calls ``deliver``
-        with what comes too late.
+        A request waits for a tenth of its evaluation at most (0.1 s until one was timed), or as
+        long as was set by hand. Where loading is thought to take longer, nothing is asked for; but
+        now and then in the background, to learn. ``known`` tokens need no evaluation without the
+        tiers. A thread calls ``deliver`` with what comes too late.
         """
         n, shape = len(tokens) // TOKEN_SIZE, self._memory.shape
         if not self.has_tiers or n - 1 <= known or n < shape.block_size:

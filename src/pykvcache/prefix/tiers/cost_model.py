@@ -9,15 +9,16 @@ class Rate:
     """Seconds per unit: the mean over about the last ``span`` units.
 
     Each measurement counts by its units, so short ones, which overhead makes slow, count little.
+    The first estimate counts as ``n`` units.
     """
 
-    def __init__(self, seconds: float, span: float) -> None:
+    def __init__(self, seconds: float, span: float, n: float = 0.0) -> None:
         self.seconds = seconds
-        self.n = 0.0
+        self.n = n
         self._span = span
 
     def note(self, units: float, seconds: float) -> None:
-        """Learn from a measurement; the first one replaces what was believed."""
+        """Learn from a measurement."""
         self.n = min(self.n + units, self._span)
         self.seconds += min(1.0, units / self.n) * (seconds / units - self.seconds)
 
@@ -55,7 +56,7 @@ class TierSpeed:
 
     def __init__(self, per_request: float, per_byte: float) -> None:
         self._request = Rate(per_request, span=8)
-        self._byte = Rate(per_byte, span=16 << 20)
+        self._byte = Rate(per_byte, span=16 << 20, n=1 << 20)
 
     def note(self, n_bytes: int, seconds: float) -> None:
         """Learn from a request that gave so many bytes."""

@@ -80,6 +80,10 @@ def test_every_setting_reaches_the_sampler() -> None:
         assert "dry_sequence_breakers=('!',)" in sampler(dry_sequence_breakers=["!"])
         assert "penalty_last_n=512" in sampler(repeat_last_n=-1)
         assert "dry_last_n=7" in sampler(dry_penalty_last_n=7)
+        off = sampler(adaptive_target=-1, top_n_sigma=-1, penalty_last_n=-1)
+        assert off == sampler(penalty_last_n=512)
+        with pytest.raises(msgspec.ValidationError):
+            sampler(dry_sequence_breakers=["!"] * 17)
 
 
 def test_unknown_paths_and_large_bodies_are_refused(serve: Callable[..., str]) -> None:

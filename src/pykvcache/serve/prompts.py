@@ -35,8 +35,15 @@ _RESERVED |= {"parallel_tool_calls", "json_schema", "strict", "self"}
 
 # Fields that are arguments of `Sampler` by the same names.
 _SAMPLING = (*SETTINGS, "dry_sequence_breakers", "grammar", "json_schema")
-# llama-server's names of arguments for which -1 is the whole context.
-_LAST_N = {"repeat_last_n": "penalty_last_n", "dry_penalty_last_n": "dry_last_n"}
+# Fields for which -1 is the whole context, llama-server's names first.
+_LAST_N = {
+    "repeat_last_n": "penalty_last_n",
+    "dry_penalty_last_n": "dry_last_n",
+    "penalty_last_n": "penalty_last_n",
+    "dry_last_n": "dry_last_n",
+}
+# Fields that llama-server turns off by a negative number.
+_OFF = {"adaptive_target": None, "top_n_sigma": 0.0}
 
 _TEXTS = ("text", "input_text", "output_text", "refusal")
 
@@ -345,6 +352,9 @@ def sampler_of(request: Sampling, engine: Engine, **more: Any) -> Sampler:
         if (n := getattr(request, theirs)) is not None:
             most = min(engine.llm.context.n_ctx_seq, SETTINGS[ours].high)
             options[ours] = most if n < 0 else n
+    for name, off in _OFF.items():
+        if (value := asked[name]) is not None and value < 0:
+            options[name] = off
     if request.seed is not None and request.seed >= 0:
         options["seed"] = request.seed % (2**32 - 1)
     biases = _biases(request.logit_bias, model) if request.logit_bias else {}

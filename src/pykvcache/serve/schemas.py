@@ -27,6 +27,7 @@ __all__ = [
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Limit = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 #: Tokens that penalties count; -1 is llama-server's "all of the context".
+Breaker = Annotated[str, Meta(max_length=40)]
 LastN = Annotated[int, Meta(ge=-1, le=SETTINGS["penalty_last_n"].high)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Temperature = Annotated[float, Meta(ge=0, le=1e4)]
@@ -102,9 +103,15 @@ class Sampling(Settings, kw_only=True):
     max_completion_tokens: Count | None = None
     n_predict: Limit | None = None
     top_k: Limit | None = None
+    # Negative: off, or the whole context, as in llama-server.
+    adaptive_target: Annotated[float, Meta(le=1)] | None = None
+    top_n_sigma: Annotated[float, Meta(le=SETTINGS["top_n_sigma"].high)] | None = None
+    penalty_last_n: LastN | None = None
+    dry_last_n: LastN | None = None
     repeat_last_n: LastN | None = None
     dry_penalty_last_n: LastN | None = None
-    dry_sequence_breakers: list[str] | None = None
+    # Each costs a walk over the vocabulary.
+    dry_sequence_breakers: Annotated[list[Breaker], Meta(max_length=16)] | None = None
     logit_bias: Bias | None = None
     ignore_eos: bool = False
     stop: Stops | None = None

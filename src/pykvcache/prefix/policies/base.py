@@ -79,15 +79,14 @@ class Leaves:
 
     def first(self) -> Component | None:
         """Return the first component, which stays."""
-        heap = self._heap
-        while heap:
-            rank, priority, stamp, one = heap[0]
+        while self._heap:  # which `push` may replace
+            rank, priority, stamp, one = self._heap[0]
             if one.stamp == stamp and one.is_evictable:
                 if rank == one.priority:
                     return one
                 self.push(one, priority)  # a later prompt gave it another rank
             else:
-                heapq.heappop(heap)
+                heapq.heappop(self._heap)
         return None
 
 

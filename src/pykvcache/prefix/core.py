@@ -257,7 +257,11 @@ class CacheCore:
     def settle(self, request: Request) -> None:
         """Let a request begin with what has come of its search."""
         search, request.search = request.search, None
-        if search is None or search.is_cancelled:
+        if search is None:
+            return
+        if search.is_cancelled:
+            if request.reason is not None:
+                request.reason.obstacles.append("its tokens were forgotten during the search")
             return
         if not search.leave():  # what comes later is delivered
             if request.reason is not None:

@@ -94,7 +94,7 @@ class FolderIndex:
         with self._connection() as connection:
             try:
                 return Rows(connection).all()
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, OverflowError) as error:
                 raise sqlite3.DatabaseError(f"the index is damaged: {error}") from error
 
     @contextlib.contextmanager

@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -101,8 +102,9 @@ class Server:
         while time.monotonic() < until and self.process.poll() is None:
             self.log.seek(0)
             text = self.log.read()
-            if "http://" in text:
-                return "http://" + text.split("http://", 1)[1].split()[0].rstrip("/")
+            # A line of llama.cpp's log may follow without a space; free ports have five digits.
+            if found := re.search(r"http://[\d.]+:\d{5}", text):
+                return found.group()
             if who == EMPTY and "ready" in text:
                 return ""
             time.sleep(0.02)

@@ -359,8 +359,7 @@ def sampler_of(request: Sampling, engine: Engine, **more: Any) -> Sampler:
         options["seed"] = request.seed % (2**32 - 1)
     biases = _biases(request.logit_bias, model) if request.logit_bias else {}
     if request.ignore_eos:
-        ends = [token for token in range(model.n_vocab) if model.is_eog(token)]
-        biases.update(dict.fromkeys(ends, -math.inf))
+        biases.update(dict.fromkeys(engine.end_tokens, -math.inf))
     if biases:
         options["logit_bias"] = biases
     if "grammar" in options and "json_schema" in options:

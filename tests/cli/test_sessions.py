@@ -156,6 +156,28 @@ def test_ctrl_c_loses_no_turn(ctx: LlamaContext, tmp_path: Path) -> None:
     assert users[-1] == "the last"
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows handles it as Python does")
+def test_ctrl_c_while_a_turn_is_saved_does_not_end_the_saving_of_the_next(
+    ctx: LlamaContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "chat.kv"
+    chat = run(ctx, path, "one")
+    save = Conversation.save
+
+    def interrupted(one: Conversation, path: str) -> int:
+        size = save(one, path)
+        os.kill(os.getpid(), signal.SIGINT)
+        return size
+
+    monkeypatch.setattr(Conversation, "save", interrupted)
+    for line in ("two", f"/save {path}"):
+        with pytest.raises(KeyboardInterrupt):
+            chat.obey(line) if line.startswith("/") else chat.answer(line, 3, GREEDY)
+    monkeypatch.undo()
+    chat.answer("three", 3, GREEDY)
+    assert said_in(ctx, path) == ["one", "two", "three"]
+
+
 def test_a_turn_is_saved_although_the_output_is_closed(
     ctx: LlamaContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
@@ -187,12 +188,27 @@ class Files:
                 f"another program has written {path} since, and that stays: "
                 "/save OTHER saves this chat"
             )
-        content = None
-        try:
-            one.save(path)
-            content = one.snapshot()
-        finally:  # Ctrl-C is raised when the file is written
-            self.add(path, _id_of(path), content)
+        self.write(one, path)
+
+    def write(self, one: Conversation, path: str) -> int:
+        """Write a conversation, and return the file's size in bytes; Ctrl-C waits."""
+        with _delayed_ctrl_c():  # between the two, the file would pass for another program's
+            size = one.save(path)
+            self.add(path, _id_of(path), one.snapshot())
+        return size
+
+
+@contextlib.contextmanager
+def _delayed_ctrl_c() -> Iterator[None]:
+    """Handle a Ctrl-C of the body at its end."""
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if pressed:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _id_of(path: str) -> FileId | None:
@@ -391,8 +407,7 @@ class Chat:
 
     def _save(self, words: list[str]) -> None:
         path = _one(words, "/save FILE")
-        size = self.branch.save(path)
-        self._files.add(path, _id_of(path), self.branch.snapshot())
+        size = self._files.write(self.branch, path)
         note(f"({path}: {_turns(len(self.branch.turns))}, {size:,} bytes)")
 
     def _load(self, path: str) -> None:

@@ -39,6 +39,7 @@ from support.models import EXACT, RIGHT
 path, folder, times = sys.argv[1], sys.argv[2], int(sys.argv[3])
 faulthandler.dump_traceback_later(240, exit=True)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+os.setpriority = lambda *_: None  # other tests would starve the writer of the tiers
 rng = random.Random(1)
 model = LlamaModel(path)
 options = dict(EXACT, n_threads=1, n_threads_batch=1)
@@ -131,7 +132,7 @@ print(sorted(waits)[len(waits) // 2])
 """
 
 
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "gemma3", "jamba"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "step35", "jamba"])
 def test_everything_goes_on_after_interrupts_at_any_time(
     name: str, child: Child, model: Any, tmp_path: Path
 ) -> None:

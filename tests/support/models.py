@@ -51,7 +51,11 @@ one batch and in two then differ by up to 0.03 instead of 1e-5.
 """
 
 RIGHT = 1e-3
-"""Largest difference between logits that are meant to be the same."""
+"""Largest difference between logits that are meant to be the same.
+
+Models with GELU (gemma3) reach it for one prompt in a hundred, as llama.cpp rounds its argument to
+f16: tests whose prompts depend on time use step35.
+"""
 
 RIGHT_ON_A_DEVICE = 0.045
 """The same on a device, whose kernels round by the number of tokens (Vulkan: up to 0.04)."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -89,6 +92,35 @@ def test_an_adapter_does_what_merged_weights_do(folder: Path, name: str) -> None
         right = fresh(write_merged(folder / f"{name}-merged{k}.gguf", name, merged))
         assert differ(base, right) > WRONG
         assert differ(with_adapters(model, given), right) < RIGHT
+    model.close()
+
+
+PEER = """
+import sys
+import numpy as np
+from llama_cpp import Llama
+
+model, adapter, scale, tokens, out = sys.argv[1:]
+llama = Llama(model, n_ctx=256, lora_path=adapter, lora_scale=float(scale), logits_all=True,
+              type_k=0, type_v=0, verbose=False)
+llama.eval([int(token) for token in tokens.split(",")])
+np.save(out, llama.scores[llama.n_tokens - 1])
+"""
+
+
+def test_logits_are_those_of_llama_cpp_python(folder: Path, tmp_path: Path, name: str) -> None:
+    """PYKVCACHE_PEER names a Python that has llama-cpp-python; by default this one."""
+    python = os.environ.get("PYKVCACHE_PEER", sys.executable)
+    asked = subprocess.run([python, "-c", "import llama_cpp"], capture_output=True, check=False)
+    if asked.returncode:
+        pytest.skip("llama-cpp-python is not installed: pip install llama-cpp-python")
+    model, one, _ = load(folder, name)
+    paths = [str(make_model(name, folder)), str(folder / f"{name}-1.lora.gguf")]
+    tokens, out = ",".join(map(str, PROMPT)), str(tmp_path / "logits.npy")
+    for scale in (1.0, -0.5):
+        command = [python, "-c", PEER, *paths, str(scale), tokens, out]
+        subprocess.run(command, check=True, timeout=120)
+        assert differ(with_adapters(model, [(one, scale)]), np.load(out)) < RIGHT
     model.close()
 
 

@@ -123,8 +123,10 @@ class ControlVector:
         return f"<ControlVector of {len(self._values)} layers, {self._digest[:16]}>"
 
 
+#: An adapter, or the path of a LoRA adapter's file.
+AnyAdapter: TypeAlias = LoraAdapter | ControlVector | str | os.PathLike[str]
 #: An adapter, alone or with a scale.
-AdapterInput: TypeAlias = LoraAdapter | ControlVector | tuple[LoraAdapter | ControlVector, float]
+AdapterInput: TypeAlias = AnyAdapter | tuple[AnyAdapter, float]
 
 
 class Adapters:
@@ -135,11 +137,11 @@ class Adapters:
     model
         The context's model.
     given
-        Adapters, alone or with a scale.
+        Adapters, alone or with a scale; files are loaded.
     """
 
     def __init__(self, model: LlamaModel, given: Sequence[AdapterInput] = ()) -> None:
-        found = [_pair(one) for one in as_list(given, "adapters", "adapters")]
+        found = [_pair(model, one) for one in as_list(given, "adapters", "adapters")]
         self.items = tuple((one, scale) for one, scale in found if scale)
         shape = model.native.n_layer, model.native.n_embd
         seen = set[int]()
@@ -181,12 +183,15 @@ class Adapters:
         context.set_adapters(self.names, natives, scales, control)
 
 
-def _pair(given: object) -> tuple[LoraAdapter | ControlVector, float]:
-    one, scale = given if isinstance(given, tuple) and len(given) == 2 else (given, 1.0)
+def _pair(model: LlamaModel, given: object) -> tuple[LoraAdapter | ControlVector, float]:
+    one, number = given if isinstance(given, tuple) and len(given) == 2 else (given, 1.0)
+    # float32, as in llama.cpp: scales that are equal there are equal here.
+    scale = float(np.float32(as_float(number, "scale", -1e6, 1e6)))
+    if isinstance(one, str | os.PathLike):
+        return model.load_adapter(one), scale
     if not isinstance(one, LoraAdapter | ControlVector):
         raise TypeError(
-            "adapters must be LoraAdapter or ControlVector objects, or tuples of one and its "
-            f"scale, not {type(one).__name__}"
+            "adapters must be LoraAdapter or ControlVector objects or paths, or tuples of one and "
+            f"its scale, not {type(one).__name__}"
         )
-    # float32, as in llama.cpp: scales that are equal there are equal here.
-    return one, float(np.float32(as_float(scale, "scale", -1e6, 1e6)))
+    return one, scale

@@ -224,8 +224,8 @@ class LlamaContext(
         Parameters
         ----------
         adapters
-            `LoraAdapter` and `ControlVector` objects, alone or as tuples with a scale; scale 0 has
-            no effect. Empty: only the model.
+            `LoraAdapter` and `ControlVector` objects and paths of LoRA adapters, alone or as tuples
+            with a scale; scale 0 has no effect. Empty: only the model.
 
         Raises
         ------

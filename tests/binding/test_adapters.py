@@ -15,6 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from pykvcache import (
+    LLM,
     BatchGenerator,
     ControlVector,
     LlamaContext,
@@ -122,6 +123,17 @@ def test_logits_are_those_of_llama_cpp_python(folder: Path, tmp_path: Path, name
         subprocess.run(command, check=True, timeout=120)
         assert differ(with_adapters(model, [(one, scale)]), np.load(out)) < RIGHT
     model.close()
+
+
+def test_paths_are_loaded(folder: Path) -> None:
+    model, one, two = load(folder, "llama")
+    paths = [folder / "llama-1.lora.gguf", (str(folder / "llama-2.lora.gguf"), 0.5)]
+    assert np.array_equal(with_adapters(model, paths), with_adapters(model, [one, (two, 0.5)]))
+    with LLM(model.path, n_ctx=256, adapters=paths) as llm:
+        assert [(a.digest, scale) for a, scale in llm.context.adapters] == [
+            (one.digest, 1.0),
+            (two.digest, 0.5),
+        ]
 
 
 def test_scale_0_has_no_effect(folder: Path) -> None:
@@ -430,7 +442,7 @@ def test_wrong_adapters_are_refused_with_nothing_changed(folder: Path) -> None:
             ([(one, 1e9)], ValueError),
             ([(one, "x")], TypeError),
             ([(one, 1, 2)], TypeError),
-            (["adapter.gguf"], TypeError),
+            (["adapter.gguf"], ModelLoadError),
             (one, TypeError),
             (3, TypeError),
             ([ControlVector(np.zeros((2, 32), np.float32))], ArgumentError),

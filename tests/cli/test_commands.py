@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.adapters import write_adapter
 from support.models import make_model
 
 pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
@@ -89,6 +90,26 @@ def test_generate_keeps_prefixes_for_later_commands(tmp_path: Path, capsys: Capt
         capsys, "generate", prompt, "-n", "6", "-t", "0", "--cache", str(tmp_path / "b")
     )
     assert first == out_of(capsys, "generate", prompt, "-n", "6", "-t", "0")
+
+
+def test_generate_computes_with_adapters(
+    tmp_path: Path, model_folder: Path, capsys: Capture
+) -> None:
+    model = make_model("llama", model_folder)
+    adapter = write_adapter(tmp_path / "one.gguf", "llama")
+    words = ["generate", "-m", str(model), "-n", "8", "--temperature", "0", "A story"]
+
+    def run(*options: str) -> str:
+        assert main([*words, *options]) == 0
+        return capsys.readouterr().out
+
+    plain = run()
+    assert run("--lora-scaled", f"{adapter}:0") == plain
+    assert run("--lora", str(adapter)) == run("--lora-scaled", f"{adapter}:1.0") != plain
+    assert main([*words, "--lora-scaled", str(adapter)]) == 2
+    assert "is not FILE:SCALE" in capsys.readouterr().err
+    assert main([*words, "--lora", str(model)]) == 1
+    assert "adapter" in capsys.readouterr().err
 
 
 def test_generate_takes_a_template(tmp_path: Path, capsys: Capture) -> None:

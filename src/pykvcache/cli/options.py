@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from pykvcache.sampling import SETTINGS, Sampler
 
 __all__ = [
     "CACHE_TYPES",
+    "adapter_options",
     "cache_type_options",
     "context_options",
     "file_option",
@@ -75,6 +77,15 @@ def stop_text(value: str) -> str:
     if not value:
         raise click.BadParameter("it is empty, and would end every generation")
     return value
+
+
+def scaled(value: str) -> tuple[str, float]:
+    """Type of option: a file and a number, separated by a colon."""
+    path, _, scale = value.rpartition(":")
+    with contextlib.suppress(ValueError):
+        if path:
+            return path, float(scale)
+    raise click.BadParameter(f"{value!r} is not FILE:SCALE, such as polite.gguf:0.5")
 
 
 # Single options -----------------------------------------------------------------------------------
@@ -167,6 +178,22 @@ cache_type_options = _group(
         for letter, part in (("k", "keys"), ("v", "values"))
     )
 )
+adapter_options = _group(
+    option(
+        "--lora lora",
+        "A LoRA adapter to compute with; may be repeated.",
+        type=click.Path(dir_okay=False),
+        multiple=True,
+        metavar="FILE",
+    ),
+    option(
+        "--lora-scaled lora_scaled",
+        "A LoRA adapter with its scale, such as polite.gguf:0.5; may be repeated.",
+        type=scaled,
+        multiple=True,
+        metavar="FILE:SCALE",
+    ),
+)
 #: Of a command that opens one context: see `open_from_options`.
 context_options = _group(
     option(
@@ -180,6 +207,7 @@ context_options = _group(
     swa_option,
     layers_option,
     threads_option,
+    adapter_options,
 )
 # Arguments of `Sampler` that have an option of the same name, with its help.
 _SAMPLING = {

@@ -14,6 +14,7 @@ import click
 
 from pykvcache._models import embedded_model_path
 from pykvcache.cli.options import (
+    adapter_options,
     cache_type_options,
     layers_option,
     make_sampler,
@@ -127,6 +128,7 @@ http://127.0.0.1:8080/ shows the cache in a browser.
 @threads_option
 @cache_type_options
 @swa_option
+@adapter_options
 @option(
     "--chat-template template",
     "A Jinja chat template in place of the model's own.",
@@ -193,6 +195,7 @@ def serve(
     context.update(
         n_parallel=options["parallel"],
         n_threads=options["threads"],
+        adapters=[*options["lora"], *options["lora_scaled"]],
         cache=list(tiers),
         ram_bytes=None if ram_mib is None else ram_mib << 20,
     )

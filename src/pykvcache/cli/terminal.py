@@ -76,7 +76,8 @@ def load_model(path: str, n_gpu_layers: int | None = None, **options: Any) -> Ll
 
 def context_arguments(options: dict[str, Any]) -> dict[str, Any]:
     """Return those of `options` that ``context_options`` adds, as arguments of `LlamaContext`."""
-    return {_CONTEXT[name]: value for name, value in options.items() if name in _CONTEXT}
+    found = {_CONTEXT[name]: value for name, value in options.items() if name in _CONTEXT}
+    return found | {"adapters": [*options.get("lora", ()), *options.get("lora_scaled", ())]}
 
 
 def open_from_options(model: LlamaModel, options: dict[str, Any], **more: Any) -> LlamaContext:

@@ -71,10 +71,10 @@ class Completion:
     finish_reason
         ``"stop"``, ``"length"``, ``"full"`` (no free cells in the context) or ``"aborted"``.
     logprobs
-        For each token, log probabilities of the likeliest tokens and the chosen one by token id.
-        Empty unless ``logprobs`` was given.
+        For each token, the log probabilities of the likeliest tokens and of the chosen one, by
+        token id. Empty unless ``logprobs`` was given.
     reuse
-        How many prompt tokens came from the prefix cache, and why not more.
+        How many prompt tokens came from the prefix cache, and why no more did.
     """
 
     text: str
@@ -129,7 +129,7 @@ class LLM(Closing):
     """A model that generates, chats and embeds, and never evaluates a prefix twice.
 
     Its parts are `model`, `context`, `cache` and `generator`. Any number of threads and tasks may
-    call; their requests are generated together, one decode per step.
+    call its methods; their requests are batched, one decode per step.
 
     Parameters
     ----------
@@ -140,21 +140,21 @@ class LLM(Closing):
         ``"redis://host"``, a store, or a list of them, nearest first. Default: memory only.
     n_ctx
         Number of cells over all sequences. Default: `n_parallel` times the model's trained length,
-        at most 32,768, and at most a quarter of the machine's free memory.
+        at most 32,768, and no more than fit into a quarter of the machine's free memory.
     n_parallel
         Number of sequences generated at once.
     n_gpu_layers
-        Number of layers on GPUs, of a model that is loaded from its path; negative: all. Default:
-        all if this build has a GPU (see `pykvcache.devices`), as in llama.cpp.
+        Number of layers on GPUs, if `model` is a path; negative: all. Default: all if this build
+        has a GPU (see `pykvcache.devices`), as in llama.cpp.
     ram_bytes
         Bytes of memory for the prefix cache. Default: an eighth of the machine's free memory,
-        within 64 MiB and 4 GiB.
+        at least 64 MiB and at most 4 GiB.
     namespace
         Namespace of the prefixes; namespaces share nothing.
     secret
         At least 16 bytes; encrypts blocks outside this process (``pykvcache[crypto]``).
     tier_seconds
-        Longest wait of a request for `cache`. Default: a tenth of the evaluation time.
+        Longest wait of a request for `cache`. Default: a tenth of the estimated evaluation time.
     **options
         Other parameters of `LlamaContext`, such as ``type_k="q8_0"``, ``n_threads=4``.
 
@@ -312,14 +312,14 @@ class LLM(Closing):
         logprobs: SupportsIndex = 0,
         progress: bool | None = None,
     ) -> Any:
-        """Generate a text for each prompt, all together.
+        """Generate a text for each prompt, in one batch.
 
         Parameters
         ----------
         prompts
             A text, or a list of texts and token ids.
         n
-            Samples per prompt, which share its evaluation.
+            Samples per prompt. They share the evaluation of the prompt.
         max_tokens
             Maximum number of new tokens; None: until the text ends or the context is full.
         sampler
@@ -327,14 +327,15 @@ class LLM(Closing):
         stop
             Strings and token ids that end a text.
         logprobs
-            Number of likeliest tokens whose log probabilities are returned.
+            Number of likeliest tokens per position whose log probabilities are returned.
         progress
             Show a progress bar. Default: on a terminal, if rich is installed.
 
         Returns
         -------
         Completion
-            One object for a text, a list for a list of prompts; lists of `n` if `n` is above 1.
+            One object for a text, a list for a list of prompts; with `n` above 1, a list of `n`
+            objects for each prompt.
         """
         is_one = isinstance(prompts, str)
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -496,7 +497,7 @@ class LLM(Closing):
         Raises
         ------
         ArgumentError
-            A text has no tokens, or more than the context for embeddings.
+            A text has no tokens, or more than fit the context for embeddings.
         """
         given = [texts] if isinstance(texts, str) else list(texts)
         return self._embedder.embed([self.tokens_of(text) for text in given])

@@ -45,7 +45,7 @@ class PrefixCache(Closing):
     Parameters
     ----------
     context
-        The context that evaluates the prompts. It can have one cache.
+        The context that evaluates the prompts. A context has at most one cache.
     block_size
         Tokens per block, the unit of names, events and tiers.
     ram_bytes
@@ -57,21 +57,21 @@ class PrefixCache(Closing):
     namespace
         Default namespace of `sequence`. Namespaces share nothing.
     keep_logits
-        Also keep the logits after each prompt: an exact repeat then needs no decode.
+        Also keep the logits after each prompt, so that an exact repeat needs no decode.
     checkpoint_bytes
         Upper bound on the bytes of checkpoints of live sequences.
     tiers
         Stores below RAM, nearest first: folders, addresses such as ``"redis://host"``, or stores
         of `pykvcache.prefix.stores`.
     secret
-        At least 16 bytes that only trusted writers and readers know: records in tiers are then
-        encrypted, and only such records are accepted. Needs the extra ``crypto``.
+        At least 16 bytes, shared by trusted writers and readers only. Records in tiers are then
+        encrypted, and only records encrypted with it are accepted. Needs the extra ``crypto``.
     tier_seconds
         Longest wait of a request for the tiers. Default: a tenth of the estimated evaluation
-        time, and only if loading is estimated to take no longer than that.
+        time, and no read if loading is estimated to take longer than that.
     queue_bytes
         Upper bound on the bytes queued for writing, per tier. Default: half of ``ram_bytes``, at
-        least 64 MiB. Records beyond it are not written, and counted as dropped.
+        least 64 MiB. Records beyond it are not written, but counted as dropped.
 
     Raises
     ------
@@ -107,7 +107,7 @@ class PrefixCache(Closing):
         tier_seconds: float | None = None,
         queue_bytes: SupportsIndex | None = None,
     ) -> None:
-        LlamaSequence(context).close()  # raises what a sequence of this context would
+        LlamaSequence(context).close()  # raises if this context cannot have sequences
         size = as_int(block_size, "block_size", 1, 2**20)
         most = as_int(ram_bytes, "ram_bytes", 0, 2**62)
         self._core = CacheCore(
@@ -151,8 +151,8 @@ class PrefixCache(Closing):
     ) -> CachedSequence:
         """Return a sequence that starts with the longest cached prefix of a prompt.
 
-        Evaluates nothing: the remaining tokens are evaluated when their logits are needed. `reuse`
-        of the sequence says where its tokens came from.
+        Evaluates nothing: the remaining tokens are evaluated when their logits are needed. The
+        sequence's `reuse` reports where its tokens came from.
 
         Parameters
         ----------
@@ -161,10 +161,10 @@ class PrefixCache(Closing):
         namespace
             Namespace of the prefixes to share; default: the cache's.
         boundaries
-            Numbers of tokens after which messages end: recurrent states are saved there, because
+            Numbers of tokens after which messages end. Recurrent states are saved there, because
             other prompts are likely to diverge there.
         priority
-            Priority of what the sequence gives to the cache: lower ones are evicted first.
+            Priority of the sequence's tokens in the cache: lower ones are evicted first.
 
         Raises
         ------
@@ -188,7 +188,7 @@ class PrefixCache(Closing):
     def prefetch(self, tokens: str | TokenInput, *, namespace: str | None = None) -> Prefetch:
         """Load a prompt's cached prefix from the tiers into RAM, in a background thread.
 
-        A hint for a prompt that is expected. Loaded records are checked as usual, count towards
+        A hint that this prompt will follow. Loaded records are checked as usual, count towards
         ``ram_bytes`` and may be evicted; no more is read than fits. Failures of a tier are counted,
         not raised.
 
@@ -213,7 +213,7 @@ class PrefixCache(Closing):
             self._core.prefetch(one)
         return one
 
-    # Care -----------------------------------------------------------------------------------------
+    # Maintenance ----------------------------------------------------------------------------------
 
     def pin(
         self, tokens: str | TokenInput, *, ttl: float | None = None, namespace: str | None = None
@@ -245,9 +245,9 @@ class PrefixCache(Closing):
     def forget(self, tokens: str | TokenInput, *, namespace: str | None = None) -> None:
         """Remove tokens, every continuation of them, and ancestors that no other prompt uses.
 
-        From RAM and from tiers. Components used by live sequences or pins stay. Tiers do not
-        record which prompts share a block: blocks that are not in RAM are removed from tiers even
-        if other prompts use them, which then evaluate them once more.
+        They are removed from RAM and from tiers. Components used by live sequences or pins stay.
+        Tiers do not record which prompts share a block: blocks that are not in RAM are removed
+        from tiers even if other prompts use them; these prompts evaluate them once more.
 
         Parameters
         ----------
@@ -265,7 +265,7 @@ class PrefixCache(Closing):
 
         Tokens that live sequences have evaluated are not shared with later ones. Records queued
         for tiers are dropped; written records stay (``pykvcache cache clear`` removes them).
-        Queued events lose the removed tokens.
+        Unread ``BlockStored`` events of removed tokens are dropped.
         """
         with self._core.pool:
             self._core.check_open()
@@ -300,7 +300,7 @@ class PrefixCache(Closing):
         )
         return plot_tree(self.tree(namespace), title)
 
-    # Figures --------------------------------------------------------------------------------------
+    # Statistics -----------------------------------------------------------------------------------
 
     def stats(self) -> CacheStats:
         """Return totals since the cache was created."""
@@ -332,12 +332,12 @@ class PrefixCache(Closing):
         self._core.check_open()  # without the lock: another thread may be evaluating for long
         return self._core.link.tiers.flush(as_wait(seconds, "seconds"))
 
-    # Life -----------------------------------------------------------------------------------------
+    # Lifetime -------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Empty the cache; its sequences continue as plain ones. A second call does nothing.
 
-        Tokens that live sequences have evaluated are given to the tiers, and the queues are
+        Tokens that live sequences have evaluated are queued for the tiers. Then the queues are
         written, for at most 30 seconds.
         """
         self._core.close()
@@ -358,5 +358,5 @@ class PrefixCache(Closing):
 
 
 def core_of(cache: PrefixCache) -> CacheCore:
-    """Return what the package's own code calls of a cache."""
+    """Return the internals of a cache, for the package's own code."""
     return cache._core

@@ -1,4 +1,4 @@
-"""LlamaSequence: tokens are the truth, and the memory follows."""
+"""LlamaSequence: a list of tokens; the KV cache is updated to match it."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ MOST = 2**31 - 1
 class LlamaSequence(Closing):
     """Tokens of one context that are evaluated when their logits are needed.
 
-    You never count positions, ids or cells. Edits change the tokens at once and the KV cache later:
-    `evaluate`, `logits`, `generate` and `stream` do the least work that makes the logits those
-    of a fresh run over `tokens` (after a shift see `discard`). A context serves any number of
+    You never handle positions, ids or cells. Edits change the tokens at once and the KV cache
+    later: `evaluate`, `logits`, `generate` and `stream` do the least work that gives the logits of
+    a fresh run over `tokens` (after a shift see `discard`). A context serves any number of
     sequences: when ids or cells run out, the least recently used sequences are parked (their state
-    is kept outside the KV cache) and restored at their next use. Every kind of memory works: one
-    that cannot be rewound rolls back to a checkpoint and evaluates again from there.
+    is kept outside the KV cache) and restored at their next use. Every kind of memory works: if it
+    cannot be rewound, a checkpoint is restored and the tokens after it are evaluated again.
 
     Threads may share a sequence, and the sequences of one context; they wait for each other.
     Closing or garbage-collecting a sequence frees its cells; so does closing its context.
@@ -63,7 +63,7 @@ class LlamaSequence(Closing):
     Parameters
     ----------
     context
-        The context that evaluates it. Ids that already hold cells are left to the low-level API.
+        The context that evaluates it. Ids that already hold cells are not used.
     prompt
         Text (with the model's special tokens in front), token ids, or None.
     checkpoints
@@ -154,17 +154,17 @@ class LlamaSequence(Closing):
 
     @property
     def seq_id(self) -> int | None:
-        """The id under which the memory holds the sequence; None while it has none.
+        """The id of the sequence in the memory; None while it has none.
 
-        The memory may hold more than the sequence: removed tokens stay until new tokens need their
-        place, in case the same tokens return. `LlamaContext` methods with this id, such as
+        The memory may hold more tokens than the sequence: removed tokens stay until new tokens need
+        their place, in case the same tokens return. `LlamaContext` methods with this id, such as
         `LlamaContext.get_state`, see them; `save` and `fork` do not.
         """
         return self._cells.seq_id
 
     @property
     def is_parked(self) -> bool:
-        """Whether the state is kept outside the cache."""
+        """Whether the state is kept outside the KV cache."""
         return self._cells.state is not None
 
     @property
@@ -235,8 +235,8 @@ class LlamaSequence(Closing):
     ) -> None:
         """Drop the tokens ``[begin, end)`` and close the gap (context shift).
 
-        Tokens after the gap are moved, not evaluated again: they retain K/V computed while the
-        dropped ones were visible, with keys rotated to their new positions. So the next logits
+        Tokens after the gap are moved, not evaluated again: they keep K and V computed while the
+        dropped ones were visible, with keys rotated to the new positions. So the next logits
         differ from those of a fresh run. `logits` evaluates the last token again, over the
         remaining cells.
 
@@ -246,7 +246,7 @@ class LlamaSequence(Closing):
             Half-open range of tokens.
         reevaluate
             If the memory cannot shift (M-RoPE, recurrent and hybrid memory, windows that dropped
-            cells), evaluate everything from ``begin`` on again, which equals a fresh run.
+            cells), evaluate everything from ``begin`` on again; the result is that of a fresh run.
 
         Raises
         ------
@@ -304,7 +304,7 @@ class LlamaSequence(Closing):
 
     @property
     def metadata(self) -> Any:
-        """What `save` was given with the file that it was loaded from; None for others.
+        """The metadata that `save` wrote to the file of this sequence; None if not loaded.
 
         Forks have none.
         """
@@ -353,26 +353,26 @@ class LlamaSequence(Closing):
     ) -> Generation:
         """Generate tokens; every yielded token is appended to `tokens`, and no other.
 
-        An end-of-generation token ends it; it is neither yielded nor appended. Repeated calls,
-        ``break``, a full cache or an exception lose nothing: the next call continues.
+        An end-of-generation token ends the generation; it is neither yielded nor appended. Repeated
+        calls, ``break``, a full cache or an exception lose nothing: the next call continues.
 
         Parameters
         ----------
         max_tokens
-            Tokens to yield at most; None: until it ends, or the cache is full.
+            Maximum number of tokens; None: until the generation ends or the cache is full.
         sampler
             Default: greedy.
         stop
             Strings or token ids that end it. Tokens that complete one are yielded and kept.
         on_full
-            What a full cache does: ``"raise"`` `NoKvCacheSlot`, ``"stop"``, or ``"shift"``: keep
-            the first ``n_keep`` tokens, drop half of the rest, go on (where the memory cannot
+            When the cache is full: ``"raise"`` `NoKvCacheSlot`, ``"stop"``, or ``"shift"``: keep
+            the first ``n_keep`` tokens, drop half of the rest and continue (if the memory cannot
             shift, the rest is evaluated again). Default: ``"raise"``, and ``"stop"`` without
             ``max_tokens``.
         n_keep
-            For ``"shift"``: leading tokens to keep (attention sinks).
+            For ``"shift"``: number of leading tokens to keep (attention sinks).
         logprobs
-            How many of the likeliest tokens to give the log-probabilities of, per token.
+            Number of likeliest tokens, per position, whose log-probabilities are recorded.
 
         Returns
         -------
@@ -498,7 +498,7 @@ class LlamaSequence(Closing):
     ) -> LlamaSequence:
         """Return the sequence of a file; its evaluated tokens are not evaluated again.
 
-        Its `metadata` is what `save` was given.
+        Its `metadata` is that passed to `save`.
 
         Parameters
         ----------
@@ -672,15 +672,15 @@ class Generation(Iterator[int]):
 
     @property
     def logprobs(self) -> list[dict[int, float]]:
-        """For each token so far the log-probabilities that the model gave, by token id; a copy.
+        """For each token so far, log-probabilities by token id; a copy.
 
-        The ``logprobs`` likeliest, and the one that was chosen; empty if none were asked for.
+        Of the ``logprobs`` likeliest tokens and the chosen one; empty if ``logprobs`` is 0.
         """
         return [dict(one) for one in self._logprobs]
 
     @property
     def token_logprobs(self) -> list[TokenLogprob]:
-        """The same with the text of each token."""
+        """`logprobs` with the text of each token."""
         model = self._sequence.context.model
         return named(model, self._chosen, self._logprobs, self._n_logprobs)
 
@@ -709,7 +709,7 @@ class Generation(Iterator[int]):
         return token, text
 
     def _write(self) -> FinishReason | None:
-        """Evaluate, choose a token and append it; or return why it ended."""
+        """Evaluate, sample a token and append it; or return why the generation ended."""
         sequence, writer = self._sequence, self._writer
         if writer.n_written >= self._most:
             return "length"
@@ -738,7 +738,7 @@ class Generation(Iterator[int]):
         return None
 
     def _helps(self) -> bool:
-        """Whether fewer tokens would help; they would not if an id is missing."""
+        """Return whether fewer tokens would help: not if no sequence id is free."""
         sequence = self._sequence
         is_long = len(sequence) > sequence._cells.pool.most_tokens
         return is_long or sequence.seq_id is not None

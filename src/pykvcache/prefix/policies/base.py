@@ -1,4 +1,4 @@
-"""What a policy is told and asked, and a heap for those that give every component a priority."""
+"""The interface of a policy, and a heap for policies that give every component a priority."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["ByPriority", "Leaves", "Policy", "lower"]
 
 
 class Policy:
-    """Decide which components are evicted first; a subclass overrides what it needs.
+    """Decide which components are evicted first; a subclass overrides the methods it needs.
 
     Attributes
     ----------
     whole : bool
-        Whether a component leaves whole, and not only as many of its tokens as must.
+        Whether a component is evicted whole. Otherwise only as many of its tokens as necessary.
     declines : bool
-        Whether what was just added may be the first to go. Otherwise all else goes before it.
+        Whether a component that was just added may be evicted first. Otherwise it is evicted last.
     n_bytes : int
-        Bytes that it remembers of components that left.
+        Bytes that the policy keeps about evicted components; they count towards the budget.
     max_notes : int or None
-        Upper bound on `n_bytes`; None where nothing is counted.
+        Upper bound on `n_bytes`, set by the cache; None if these bytes are not counted.
     """
 
     whole: bool = False
@@ -32,28 +32,28 @@ class Policy:
     max_notes: int | None = None
 
     def resize(self, max_bytes: int) -> None:
-        """Learn the budget; called first, and whenever it changes."""
+        """Note the budget; called first, and whenever it changes."""
 
     def added(self, one: Component) -> None:
-        """Learn of a new component; `evictable` follows."""
+        """Note a new component; `evictable` follows once it may be evicted."""
 
     def used(self, one: Component) -> None:
-        """Learn that a prompt used it. Of one path the last component comes first."""
+        """Note that a prompt used a component; the last component of a path comes first."""
 
     def split(self, head: Component, tail: Component) -> None:
-        """Give the head, which is new, the history of the tail that it was cut from."""
+        """Copy the history of a tail to its head, a new component that was split off in front."""
 
     def passed(self, one: Component) -> None:
-        """Learn that a prompt used what comes before it and then parted."""
+        """Note that a prompt used the tokens before a component, and then diverged."""
 
     def removing(self, one: Component, n_tokens: int) -> None:
-        """Learn that so many of its tokens are evicted now; of a state, which has none, all."""
+        """Note that `n_tokens` of a component are about to be evicted; a state has none."""
 
     def evictable(self, one: Component) -> None:
-        """Learn that it may leave from now on, until it is held or gets a child."""
+        """Note that a component may be evicted from now on, until it is held or gets a child."""
 
     def victim(self) -> Component | None:
-        """Return the evictable component that leaves first; None if there is none."""
+        """Return the evictable component to evict first; None if there is none."""
         raise NotImplementedError
 
 
@@ -104,7 +104,7 @@ class ByPriority(Policy):
         self.leaves = Leaves()
 
     def priority(self, one: Component) -> Any:
-        """Return what compares components: the smallest goes first."""
+        """Return a value that orders components: the smallest is evicted first."""
         raise NotImplementedError
 
     def used(self, one: Component) -> None:

@@ -13,8 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pykvcache import LLM, LlamaContext, LlamaModel, LlamaSequence, Sampler, embedded_model_path
-from pykvcache.errors import ArgumentError, ClosedError, ContextCreateError, ModelLoadError
+from pykvcache import (
+    LLM,
+    LlamaContext,
+    LlamaModel,
+    LlamaSequence,
+    Sampler,
+    embedded_model_path,
+)
+from pykvcache.errors import (
+    ArgumentError,
+    ClosedError,
+    ContextCreateError,
+    ModelLoadError,
+    StoreError,
+)
 from support.chat_formats import WEATHER
 from support.models import make_model
 
@@ -154,6 +167,20 @@ def test_prefixes_survive_the_process(tmp_path: Path) -> None:
 
 
 # Chat ---------------------------------------------------------------------------------------------
+
+
+def test_folders_have_the_given_limit(tmp_path: Path) -> None:
+    places = [tmp_path / "one", str(tmp_path / "two")]
+    options: dict[str, Any] = {"n_ctx": 512, "cache": places, "folder_bytes": 4 << 20}
+    with LLM(embedded_model_path(), **options) as llm:
+        for i in range(50):
+            llm.generate(f"{i}: Lucy has a red kite. Tom has a brown dog. " * 4, max_tokens=1)
+        assert llm.cache.flush(60)
+    for place in places:
+        size = sum(path.stat().st_size for path in Path(place).rglob("*") if path.is_file())
+        assert 1 << 20 < size <= 4 << 20
+    with pytest.raises(StoreError, match="max_bytes is 1: it must be at least"):
+        LLM(embedded_model_path(), cache=places, folder_bytes=1)
 
 
 def test_a_chat_is_the_rendered_text_continued(llm: LLM) -> None:

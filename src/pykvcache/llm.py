@@ -35,6 +35,7 @@ from pykvcache.openai_format import (
 from pykvcache.prefix.cache import PrefixCache
 from pykvcache.prefix.report import ReuseReport
 from pykvcache.prefix.sequence import CachedSequence
+from pykvcache.prefix.stores import FolderStore
 from pykvcache.sampling import Sampler
 from pykvcache.sequence.text import StopInput, TextStream
 
@@ -138,6 +139,8 @@ class LLM(Closing):
     cache
         Where evaluated prefixes are stored beyond this process: a folder, an address such as
         ``"redis://host"``, a store, or a list of them, nearest first. Default: memory only.
+    folder_bytes
+        Largest size of each folder in `cache` that is given by its path. Default: 10 GiB.
     n_ctx
         Number of cells over all sequences. Default: `n_parallel` times the model's trained length,
         at most 32,768, and no more than fit into a quarter of the machine's free memory.
@@ -180,6 +183,7 @@ class LLM(Closing):
         model: str | os.PathLike[str] | LlamaModel,
         *,
         cache: Any = None,
+        folder_bytes: int | None = None,
         n_ctx: int | None = None,
         n_parallel: SupportsIndex = 8,
         n_gpu_layers: SupportsIndex | None = None,
@@ -201,6 +205,7 @@ class LLM(Closing):
             layers: Any = default_layers() if n_gpu_layers is None else n_gpu_layers
             self._model = LlamaModel(os.path.expanduser(model), n_gpu_layers=layers)
         self._embedder = Embedder(self._model)
+        self._folders: list[FolderStore] = []
         try:
             free = free_memory()
             if n_ctx is None:
@@ -209,16 +214,24 @@ class LLM(Closing):
             try:
                 if ram_bytes is None:
                     ram_bytes = min(max(free // 8, LEAST_RAM_BYTES), MOST_RAM_BYTES)
+                tiers = as_tiers(cache)
+                if folder_bytes is not None:
+                    self._folders = [
+                        FolderStore(one, folder_bytes) for one in tiers if is_folder(one)
+                    ]
+                    opened = iter(self._folders)
+                    tiers = [next(opened) if is_folder(one) else one for one in tiers]
                 self._cache = PrefixCache(
                     self._ctx,
                     ram_bytes=ram_bytes,
                     namespace=namespace,
-                    tiers=as_tiers(cache),
+                    tiers=tiers,
                     secret=secret,
                     tier_seconds=tier_seconds,
                 )
                 self._generator = BatchGenerator(self._cache)
             except BaseException:
+                self._close_folders()
                 self._ctx.close()
                 raise
         except BaseException:
@@ -662,9 +675,14 @@ class LLM(Closing):
         """Write pending blocks to the tiers, and free everything. Idempotent."""
         self._generator.close()
         self._cache.close()
+        self._close_folders()
         self._ctx.close()
         self._embedder.close()
         self._close_model()
+
+    def _close_folders(self) -> None:
+        for folder in self._folders:
+            folder.close()
 
     def _close_model(self) -> None:
         if self._owns_model:
@@ -703,6 +721,11 @@ def as_tiers(cache: Any) -> list[Any]:
         return []
     given = list(cache) if isinstance(cache, list | tuple) else [cache]
     return [os.path.expanduser(one) if isinstance(one, str | os.PathLike) else one for one in given]
+
+
+def is_folder(tier: object) -> bool:
+    """Whether a tier is given as the path of a folder."""
+    return isinstance(tier, str | os.PathLike) and "://" not in os.fspath(tier)
 
 
 def default_cells(

@@ -69,6 +69,12 @@ http://127.0.0.1:8080/ shows the cache in a browser.
     metavar="TIER",
 )
 @option(
+    "--cache-limit folder_mib",
+    "Largest size of each folder of --cache. Default: 10 GiB.",
+    type=number(8, 2**40),
+    metavar="MIB",
+)
+@option(
     "--ram ram_mib",
     "Size of the prefix cache in RAM. Default: an eighth of the free memory, at most 4 GiB.",
     type=number(0, 2**32),
@@ -155,6 +161,7 @@ def serve(
     host: str,
     port: int,
     tiers: tuple[str, ...],
+    folder_mib: int | None,
     ram_mib: int | None,
     max_body: int,
     api_keys: str | None,
@@ -197,6 +204,7 @@ def serve(
         n_threads=options["threads"],
         adapters=[*options["lora"], *options["lora_scaled"]],
         cache=list(tiers),
+        folder_bytes=None if folder_mib is None else folder_mib << 20,
         ram_bytes=None if ram_mib is None else ram_mib << 20,
     )
     make_sampler(options)  # refuses wrong values

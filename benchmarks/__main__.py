@@ -110,6 +110,8 @@ def main() -> None:
     from benchmarks import plots, report, targets
 
     report.write(result, out / "benchmarks.md")
+    if out == ROOT / "docs":
+        report.write_readme(result, ROOT / "README.md")
     plots.draw(result, out / "benchmarks")
     for verdict in targets.judge(report.rows_by_group(result)):
         if verdict.figure != "-":

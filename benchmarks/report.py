@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks import absent, plots, summary, targets, texts
 from benchmarks.harness import AGAIN, Row
+from benchmarks.models import ROOT
 from benchmarks.remote import LOCAL, SERVERS
 from benchmarks.rows import ALONE, ORDER, Rows, rows_of
 from benchmarks.writing import number, spread, table
@@ -200,8 +201,23 @@ def reused(rows: Rows) -> str:
         for who, values in row.samples.items()
     ]
     first = table(["tokens evaluated (new)", "of all prompts", *REUSED], lines)
-    return first + "\n\n" + table(["", "", "ms"], times)
+    return first + "\n\n" + table(["", "", "ms"], times) if times else first
 
+
+def served(rows: Rows) -> str:
+    """Write both servers, and the same work without one."""
+    scales = {"s": (1e3, "ms"), "bytes": (2**-20, "MiB")}
+    lines = []
+    for row in rows.values():
+        scale, unit = scales.get(row.unit, (1, row.unit))
+        alone = next((who for who in row.samples if who not in ("pykvcache", "xllamacpp")), "")
+        sides = (spread(row.samples.get(who, []), scale) for who in ("pykvcache", "xllamacpp"))
+        lines.append([f"{row.name}, {unit}", *sides, spread(row.samples.get(alone, []), scale)])
+    return table(["", "pykvcache", "xllamacpp", "alone"], lines)
+
+
+#: Marks around the README's table.
+BEGIN, END = "<!-- python -m benchmarks.report writes this table -->", "<!-- end -->"
 
 WRITERS: dict[str, Callable[[Rows], str]] = {
     "calls": calls,
@@ -220,6 +236,7 @@ WRITERS: dict[str, Callable[[Rows], str]] = {
     "growth": grown,
     "reuse": reused,
     "real": reused,
+    "serve": served,
     "portable": in_pairs,
 }
 
@@ -266,6 +283,13 @@ def save(parts: Iterable[str], path: Path) -> None:
     path.write_text(text + "\n")
 
 
+def write_readme(result: dict[str, Any], path: Path) -> None:
+    """Put the table of a real model into README.md."""
+    head, rest = path.read_text().split(BEGIN)
+    text = summary.on_gemma(rows_by_group(result))
+    path.write_text(f"{head}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}")
+
+
 def main() -> None:
     """Rewrite the report from a JSON: ``python -m benchmarks.report docs/benchmarks.json``."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
@@ -273,6 +297,7 @@ def main() -> None:
     path = parser.parse_args().json
     result = json.loads(path.read_text())
     write(result, path.with_suffix(".md"))
+    write_readme(result, ROOT / "README.md")
     plots.draw(result, path.parent / "benchmarks")
 
 

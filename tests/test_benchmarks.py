@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 # The tests' import path holds tests/ alone.
 sys.path.insert(0, os.fspath(ROOT))
 
-from benchmarks import absent, report, settings, target_generate, targets, texts  # noqa: E402
+from benchmarks import absent, report, settings, summary, target_generate, targets, texts  # noqa: E402
 from benchmarks.__main__ import dumps  # noqa: E402
 from benchmarks.groups import growth, reuse  # noqa: E402
 from benchmarks.harness import AGAIN, Contestant, Plan, Row, interleave  # noqa: E402
@@ -322,6 +322,18 @@ def test_the_report_holds_every_figure_and_every_reason(tmp_path: Path) -> None:
     assert "n_batch 512, n_ubatch 512, flash_attn 1" in text
     # Who was never asked is said to be so, not left as a dash.
     assert "- cyllama: `pos_max`, `batch512`, `decode1" in text
+
+
+def test_figures_of_the_readme_are_those_of_the_benchmarks() -> None:
+    """`python -m benchmarks.report docs/benchmarks.json` writes them again."""
+    result = json.loads((ROOT / "docs" / "benchmarks.json").read_text(encoding="utf-8"))
+    table = summary.on_gemma(report.rows_by_group(result))
+    assert len(table.splitlines()) == len(summary.ON_GEMMA) + 2
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{report.BEGIN}\n\n{table}\n\n{report.END}" in readme
+    assert table in (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert result["machine"]["cpu"] in readme
+    assert len({group["cpu"] for group in result["groups"].values()}) == 1
 
 
 def test_groups_of_other_machines_are_named() -> None:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import importlib
 import json
+import math
 import os
 import re
 import signal
@@ -28,7 +29,7 @@ from benchmarks.harness import Answer, Contestant, Plan, Row, few, interleave, s
 from benchmarks.models import STORIES
 from benchmarks.setup import python_of
 
-TITLE = "pykvcache serve, over HTTP"
+TITLE = "The server, over HTTP"
 OURS, DIRECT, PEER, EMPTY = "pykvcache", "BatchGenerator", "xllamacpp", "model and context alone"
 THREADS = 2
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -211,7 +212,7 @@ def measure(name: str, path: str, plan: Plan) -> list[Row]:
 
 def latency(name: str, path: str, plan: Plan) -> Iterator[Row]:
     """Measure the first token of new prompts, and the tokens per second of 16 clients."""
-    from pykvcache import LLM
+    from pykvcache import LLM, Sampler
 
     n_prompt, n_new = (32, 8) if plan.quick else (64, 64)
     shape = Shape(path)
@@ -230,11 +231,13 @@ def latency(name: str, path: str, plan: Plan) -> Iterator[Row]:
             )
         )
         llm.generator.start()
+        ends = [token for token in range(llm.model.n_vocab) if llm.model.is_eog(token)]
+        greedy = Sampler(temperature=0, logit_bias=dict.fromkeys(ends, -math.inf))
 
         def direct(n_clients: int, n: int) -> Answer:
             prompts = [tokens_of(next(seeds), n_prompt) for _ in range(n_clients)]
             begin = time.perf_counter()
-            handles = [llm.generator.submit(one, n) for one in prompts]
+            handles = [llm.generator.submit(one, n, greedy) for one in prompts]
             for handle in handles:
                 handle.wait()
             seconds = time.perf_counter() - begin

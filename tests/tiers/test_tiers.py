@@ -15,6 +15,7 @@ from pykvcache.prefix.block_hash import window_key
 from pykvcache.prefix.report import ReuseReport
 from pykvcache.prefix.stores import FolderStore, MemoryStore
 from pykvcache.prefix.tier_link import TierLink
+from pykvcache.prefix.tiers.cost_model import EvaluationTime
 from tiers.slow import SlowStore
 
 SERVED = tuple(case for case in CASES if case.has_states and case.name != "t5")
@@ -283,3 +284,15 @@ def test_the_first_request_waits_for_its_tiers_although_evaluation_was_not_timed
             sequence.evaluate()
             found = found or sequence.reuse.remote
     assert found == len(prompt) - 1
+
+
+def test_short_prompts_are_not_expected_to_take_the_time_per_token_of_long_ones() -> None:
+    one = EvaluationTime(1e-6)
+    assert one.seconds(0, 1000) == pytest.approx(1e-3)
+    for _ in range(9):
+        one.note(0, 4000, 4.0)
+        one.note(0, 1000, 0.5)
+    assert one.seconds(0, 1000) == pytest.approx(0.5)
+    assert one.seconds(0, 4000) == pytest.approx(4.0)
+    assert one.seconds(3900, 4000) == pytest.approx(0.1)
+    assert one.seconds(0, 10) == pytest.approx(0.005)

@@ -26,26 +26,31 @@ class Rate:
 class EvaluationTime:
     """How long evaluating tokens takes.
 
-    That later tokens take longer is left out: too little is believed of long prompts, rather than
-    too much, and a request waits for less than its share.
+    Long prompts take more time per token, because of attention. So each power of two of the length
+    has its own rate, and lengths that were not measured take the nearest one's.
     """
 
     def __init__(self, seconds_per_token: float) -> None:
-        self._rate = Rate(seconds_per_token, span=4096)
+        self._unmeasured = seconds_per_token
+        self._rates: dict[int, Rate] = {}
 
     def note(self, begin: int, end: int, seconds: float) -> None:
         """Learn from an evaluation of the tokens ``[begin, end)``."""
         if end - begin >= 16:
-            self._rate.note(end - begin, seconds)
+            rate = self._rates.setdefault(end.bit_length(), Rate(0.0, span=4096))
+            rate.note(end - begin, seconds)
 
     @property
     def is_learned(self) -> bool:
         """Whether any evaluation was measured."""
-        return self._rate.n > 0
+        return bool(self._rates)
 
     def seconds(self, begin: int, end: int) -> float:
         """Return the estimate for the tokens ``[begin, end)``."""
-        return self._rate.seconds * (end - begin)
+        if not self._rates:
+            return self._unmeasured * (end - begin)
+        nearest = min(self._rates, key=lambda bits: abs(bits - end.bit_length()))
+        return self._rates[nearest].seconds * (end - begin)
 
 
 class TierSpeed:

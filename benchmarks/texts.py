@@ -251,6 +251,8 @@ REASONS: dict[str, str] = {
     "tier_folder": "Decoding the single new token over 4,096 cells is llama.cpp's work, and alone takes more than 1/300 of the "
     "time. RAM adds the copy of 24 MiB into the cells; a folder adds the copy out of the page cache, checksums and the "
     "check of values.",
+    "tier_slow": "A request waits for its tiers for a tenth of the expected evaluation, at most. A store that turns out slower "
+    "costs this wait. Here the expectation came from prompts of 4,096 tokens, which take more time per token than these.",
     "tier_writing": "On two processors the writing thread takes time from the decode: 7 ms for 4 MiB, spread at 0.5 % of one CPU.",
     "reuse_alone": "Only short prompts on the story model miss it (prompts of 2,000 tokens do not): they take 40 ms, and "
     "opening and closing a sequence takes 0.7 to 1.1 ms more than without a cache, as on any model. A new cache writes "

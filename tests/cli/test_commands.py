@@ -108,6 +108,8 @@ def test_generate_computes_with_adapters(
     assert run("--lora", str(adapter)) == run("--lora-scaled", f"{adapter}:1.0") != plain
     assert main([*words, "--lora-scaled", str(adapter)]) == 2
     assert "is not FILE:SCALE" in capsys.readouterr().err
+    assert main([*words, "--lora-scaled", f"{adapter}x:0.5"]) == 2
+    assert "there is no file" in capsys.readouterr().err
     assert main([*words, "--lora", str(model)]) == 1
     assert "adapter" in capsys.readouterr().err
 

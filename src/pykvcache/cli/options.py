@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -82,10 +81,15 @@ def stop_text(value: str) -> str:
 def scaled(value: str) -> tuple[str, float]:
     """Type of option: a file and a number, separated by a colon."""
     path, _, scale = value.rpartition(":")
-    with contextlib.suppress(ValueError):
-        if path:
-            return path, float(scale)
-    raise click.BadParameter(f"{value!r} is not FILE:SCALE, such as polite.gguf:0.5")
+    try:
+        number = float(scale)
+    except ValueError:
+        path = ""
+    if not path:
+        raise click.BadParameter(f"{value!r} is not FILE:SCALE, such as polite.gguf:0.5")
+    if not os.path.isfile(path):
+        raise click.BadParameter(f"there is no file {path!r}")
+    return path, number
 
 
 # Single options -----------------------------------------------------------------------------------
@@ -182,7 +186,7 @@ adapter_options = _group(
     option(
         "--lora lora",
         "A LoRA adapter to compute with; may be repeated.",
-        type=click.Path(dir_okay=False),
+        type=click.Path(exists=True, dir_okay=False),
         multiple=True,
         metavar="FILE",
     ),

@@ -58,7 +58,6 @@ _GEMMA = "Gemma 3 270M: "
 #: {total} and {ideal} are notes of the row.
 ON_GEMMA = (
     Figure("16 chats of 3 turns: tokens evaluated of {total} ({ideal} are new)", "real", _CHATS, 1),
-    Figure("the same: seconds", "real", _CHATS, 1, "seconds"),
     Figure("the same: MB in the cache afterwards", "real", _CHATS, 1e-6, "bytes"),
     Figure("new question about 3,200 tokens, cache of 20 MiB: of {total}", "real", _OVER, 1),
     Figure("new question after a restart, folder of 24 MiB: of {total}", "real", _FOLDER, 1),

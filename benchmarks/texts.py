@@ -216,8 +216,8 @@ GROUPS = {
     ),
     "serve": (
         "`pykvcache serve` and xllamacpp's llama-server over HTTP on loopback: same GGUF, 4,096 cells, 16 slots, 2 threads, "
-        "256 MiB of cache. The clients run on the same two cores: 16 of them take 65 to 100 ms of processor time per round, most of "
-        "what is missing to *alone*; with 192 tokens each it is 0.92 on the story model. *alone* is the same work without a server: a "
+        "256 MiB of cache. The clients run on the same two cores, and their processor time is part "
+        "of these figures. *alone*; with 192 tokens each it is 0.92 on the story model. *alone* is the same work without a server: a "
         "`BatchGenerator` in a process, the number of new tokens, a process with model and context, or evaluating the prompt."
     ),
     "portable": (

@@ -141,14 +141,16 @@ class Adapters:
     """
 
     def __init__(self, model: LlamaModel, given: Sequence[AdapterInput] = ()) -> None:
+        if isinstance(given, str | os.PathLike):
+            raise TypeError(f"adapters must be a list, such as [{os.fspath(given)!r}]")
         found = [_pair(model, one) for one in as_list(given, "adapters", "adapters")]
         self.items = tuple((one, scale) for one, scale in found if scale)
         shape = model.native.n_layer, model.native.n_embd
-        seen = set[int]()
+        seen = set[tuple[str, str]]()
         for one, _ in found:
-            if id(one) in seen:
+            if (one.kind, one.digest) in seen:
                 raise ArgumentError(f"{one!r} is given twice: give it once, scaled", "adapters")
-            seen.add(id(one))
+            seen.add((one.kind, one.digest))
             if isinstance(one, LoraAdapter) and one._model is not model.native:
                 raise ArgumentError(
                     f"{one!r} belongs to another model, or to one loaded again", "adapters"

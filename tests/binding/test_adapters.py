@@ -129,6 +129,10 @@ def test_paths_are_loaded(folder: Path) -> None:
     model, one, two = load(folder, "llama")
     paths = [folder / "llama-1.lora.gguf", (str(folder / "llama-2.lora.gguf"), 0.5)]
     assert np.array_equal(with_adapters(model, paths), with_adapters(model, [one, (two, 0.5)]))
+    with pytest.raises(ArgumentError, match="given twice"):
+        with_adapters(model, [one, paths[0]])
+    with pytest.raises(TypeError, match="must be a list"):
+        with_adapters(model, str(paths[0]))
     with LLM(model.path, n_ctx=256, adapters=paths) as llm:
         assert [(a.digest, scale) for a, scale in llm.context.adapters] == [
             (one.digest, 1.0),

@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -201,6 +202,11 @@ class Files:
 @contextlib.contextmanager
 def _delayed_ctrl_c() -> Iterator[None]:
     """Handle a Ctrl-C of the body at its end."""
+    # A handler that was not installed from Python cannot be put back.
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is None:
+        yield
+        return
     pressed: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
     try:

@@ -87,6 +87,8 @@ def scaled(value: str) -> tuple[str, float]:
         path = ""
     if not path:
         raise click.BadParameter(f"{value!r} is not FILE:SCALE, such as polite.gguf:0.5")
+    if not abs(number) <= 1e6:
+        raise click.BadParameter(f"the scale {scale} is not in [-1e6, 1e6]")
     if not os.path.isfile(path):
         raise click.BadParameter(f"there is no file {path!r}")
     return path, number

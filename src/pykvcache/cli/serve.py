@@ -26,7 +26,8 @@ from pykvcache.cli.options import (
     swa_option,
     threads_option,
 )
-from pykvcache.llm import as_tiers
+from pykvcache.llm import as_tiers, is_folder
+from pykvcache.prefix.stores import FolderStore
 
 __all__ = ["serve"]
 
@@ -187,6 +188,8 @@ def serve(
         raise click.ClickException(
             f"the server needs {error.name}: pip install 'pykvcache[serve]'"
         ) from None
+    if folder_mib is not None and not any(map(is_folder, tiers)):
+        raise click.UsageError("--cache-limit goes with the folder of a --cache")
     keys = read_keys(api_keys, api_key)
     if keys is None and not is_loopback(host):
         raise click.UsageError(
@@ -194,7 +197,11 @@ def serve(
         )
     try:
         files = find_models(paths or (embedded_model_path(),), alias)
-        stored = Responses(as_tiers(list(tiers)), options["secret"])
+        places = as_tiers(list(tiers))
+        if folder_mib is not None:
+            limit = folder_mib << 20
+            places = [FolderStore(one, limit) if is_folder(one) else one for one in places]
+        stored = Responses(places, options["secret"])
     except (ImportError, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     names = ("n_ctx", "type_k", "type_v", "swa_full", "secret", "tier_seconds", "n_gpu_layers")

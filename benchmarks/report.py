@@ -285,9 +285,9 @@ def save(parts: Iterable[str], path: Path) -> None:
 
 def write_readme(result: dict[str, Any], path: Path) -> None:
     """Put the table of a real model into README.md."""
-    head, rest = path.read_text().split(BEGIN)
+    head, rest = path.read_text(encoding="utf-8").split(BEGIN)
     text = summary.on_gemma(rows_by_group(result))
-    path.write_text(f"{head}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}")
+    path.write_text(f"{head}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
 
 
 def main() -> None:
@@ -297,7 +297,8 @@ def main() -> None:
     path = parser.parse_args().json
     result = json.loads(path.read_text())
     write(result, path.with_suffix(".md"))
-    write_readme(result, ROOT / "README.md")
+    if path.resolve().parent == ROOT / "docs":
+        write_readme(result, ROOT / "README.md")
     plots.draw(result, path.parent / "benchmarks")
 
 

@@ -59,9 +59,21 @@ _GEMMA = "Gemma 3 270M: "
 ON_GEMMA = (
     Figure("16 chats of 3 turns: tokens evaluated of {total} ({ideal} are new)", "real", _CHATS, 1),
     Figure("the same: MB in the cache afterwards", "real", _CHATS, 1e-6, "bytes"),
-    Figure("new question about 3,200 tokens, cache of 20 MiB: of {total}", "real", _OVER, 1),
-    Figure("new question after a restart, folder of 24 MiB: of {total}", "real", _FOLDER, 1),
-    Figure("chat after a restart, last turn taken back: of {total}", "real", _TURN, 1),
+    Figure(
+        "new question about 3,200 tokens, cache of 20 MiB: tokens evaluated of {total}",
+        "real",
+        _OVER,
+        1,
+    ),
+    Figure(
+        "new question after a restart, folder of 24 MiB: tokens evaluated of {total}",
+        "real",
+        _FOLDER,
+        1,
+    ),
+    Figure(
+        "chat after a restart, last turn taken back: tokens evaluated of {total}", "real", _TURN, 1
+    ),
     Figure(
         "server, 16 chats of 6 turns: tokens evaluated ({ideal} are new)",
         "serve",

@@ -205,7 +205,6 @@ class LLM(Closing):
             layers: Any = default_layers() if n_gpu_layers is None else n_gpu_layers
             self._model = LlamaModel(os.path.expanduser(model), n_gpu_layers=layers)
         self._embedder = Embedder(self._model)
-        self._folders: list[FolderStore] = []
         try:
             free = free_memory()
             if n_ctx is None:
@@ -214,24 +213,16 @@ class LLM(Closing):
             try:
                 if ram_bytes is None:
                     ram_bytes = min(max(free // 8, LEAST_RAM_BYTES), MOST_RAM_BYTES)
-                tiers = as_tiers(cache)
-                if folder_bytes is not None:
-                    self._folders = [
-                        FolderStore(one, folder_bytes) for one in tiers if is_folder(one)
-                    ]
-                    opened = iter(self._folders)
-                    tiers = [next(opened) if is_folder(one) else one for one in tiers]
                 self._cache = PrefixCache(
                     self._ctx,
                     ram_bytes=ram_bytes,
                     namespace=namespace,
-                    tiers=tiers,
+                    tiers=as_tiers(cache, folder_bytes),
                     secret=secret,
                     tier_seconds=tier_seconds,
                 )
                 self._generator = BatchGenerator(self._cache)
             except BaseException:
-                self._close_folders()
                 self._ctx.close()
                 raise
         except BaseException:
@@ -675,14 +666,9 @@ class LLM(Closing):
         """Write pending blocks to the tiers, and free everything. Idempotent."""
         self._generator.close()
         self._cache.close()
-        self._close_folders()
         self._ctx.close()
         self._embedder.close()
         self._close_model()
-
-    def _close_folders(self) -> None:
-        for folder in self._folders:
-            folder.close()
 
     def _close_model(self) -> None:
         if self._owns_model:
@@ -715,17 +701,22 @@ def _aborting(handle: GenerationHandle) -> Iterator[None]:
             handle.abort()
 
 
-def as_tiers(cache: Any) -> list[Any]:
-    """Return the tiers of ``LLM(cache=...)`` as a list, with ``~`` expanded."""
+def as_tiers(cache: Any, folder_bytes: int | None = None) -> list[Any]:
+    """Return the tiers of ``LLM(cache=...)`` as a list; folders get ``~`` expanded, and a limit."""
     if cache is None:
         return []
-    given = list(cache) if isinstance(cache, list | tuple) else [cache]
-    return [os.path.expanduser(one) if isinstance(one, str | os.PathLike) else one for one in given]
+    tiers = []
+    for one in cache if isinstance(cache, list | tuple) else [cache]:
+        tier = os.path.expanduser(one) if isinstance(one, str | os.PathLike) else one
+        if folder_bytes is not None and is_folder(tier):
+            tier = FolderStore(tier, folder_bytes)
+        tiers.append(tier)
+    return tiers
 
 
 def is_folder(tier: object) -> bool:
     """Whether a tier is given as the path of a folder."""
-    return isinstance(tier, str | os.PathLike) and "://" not in os.fspath(tier)
+    return isinstance(tier, str | bytes | os.PathLike) and "://" not in os.fsdecode(tier)
 
 
 def default_cells(

@@ -27,7 +27,6 @@ from pykvcache.cli.options import (
     threads_option,
 )
 from pykvcache.llm import as_tiers, is_folder
-from pykvcache.prefix.stores import FolderStore
 
 __all__ = ["serve"]
 
@@ -190,6 +189,7 @@ def serve(
         ) from None
     if folder_mib is not None and not any(map(is_folder, tiers)):
         raise click.UsageError("--cache-limit goes with the folder of a --cache")
+    folder_bytes = None if folder_mib is None else folder_mib << 20
     keys = read_keys(api_keys, api_key)
     if keys is None and not is_loopback(host):
         raise click.UsageError(
@@ -197,11 +197,7 @@ def serve(
         )
     try:
         files = find_models(paths or (embedded_model_path(),), alias)
-        places = as_tiers(list(tiers))
-        if folder_mib is not None:
-            limit = folder_mib << 20
-            places = [FolderStore(one, limit) if is_folder(one) else one for one in places]
-        stored = Responses(places, options["secret"])
+        stored = Responses(as_tiers(list(tiers), folder_bytes), options["secret"])
     except (ImportError, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     names = ("n_ctx", "type_k", "type_v", "swa_full", "secret", "tier_seconds", "n_gpu_layers")
@@ -211,7 +207,7 @@ def serve(
         n_threads=options["threads"],
         adapters=[*options["lora"], *options["lora_scaled"]],
         cache=list(tiers),
-        folder_bytes=None if folder_mib is None else folder_mib << 20,
+        folder_bytes=folder_bytes,
         ram_bytes=None if ram_mib is None else ram_mib << 20,
     )
     make_sampler(options)  # refuses wrong values

@@ -35,7 +35,7 @@ def step(groups: dict[str, Rows]) -> Verdict:
         limit = STEP + EACH * int(found[1])
         values.append(statistics.median(over) <= limit)
         itself = [abs(x) for x in beyond(row, AGAIN, "C")]
-        noise = f", C beside itself {statistics.median(itself):.0f}" if itself else ""
+        noise = f", C against C {statistics.median(itself):.0f}" if itself else ""
         words.append(f"{found[1]} ({found[2]}): {span(over, 'us', 0)} of {limit:.0f}{noise}")
     if not words:
         return Verdict("step", text, "-", None)
@@ -53,7 +53,7 @@ def together(groups: dict[str, Rows]) -> Verdict:
     other = {name: row.ratios(AGAIN, "C") for name, row in rows.items() if row.ratios(AGAIN, "C")}
     if other:
         own = medians(other).values()
-        figure += f"; C beside itself {min(own):.3f} to {max(own):.3f}"
+        figure += f"; C against C {min(own):.3f} to {max(own):.3f}"
     return Verdict("together", text, figure, all(v >= 0.97 for v in medians(found).values()))
 
 
@@ -78,10 +78,10 @@ def idle(groups: dict[str, Rows]) -> Verdict:
     text = f"a busy sequence next to 8,000 idle cells: at most {IDLE} of the time alone"
     rows = groups.get("generate", {})
     alone = rows.get("the same alone")
-    beside = next((row for name, row in rows.items() if name.startswith("token beside")), None)
-    if alone is None or beside is None or not alone.samples or not beside.samples:
+    parked = next((row for name, row in rows.items() if name.startswith("token next to")), None)
+    if alone is None or parked is None or not alone.samples or not parked.samples:
         return Verdict("idle", text, "-", None)
-    ratios = [a / b for a, b in zip(beside.samples[US], alone.samples[US], strict=True)]
+    ratios = [a / b for a, b in zip(parked.samples[US], alone.samples[US], strict=True)]
     first = rows.get("the same at first")
     figure = span(ratios, "", 3)
     if first is not None and first.samples:

@@ -137,7 +137,7 @@ def decode_cost(groups: dict[str, Rows]) -> Verdict:
         noise = statistics.median(abs(x) for x in itself) * 1e6 if itself else 0.0
         words = f"{name.removeprefix('decode1, ')}: {span(over, 'us', 2, 1e6)}"
         if itself:
-            words += f", C beside itself {span(itself, 'us', 2, 1e6)}"
+            words += f", C against C {span(itself, 'us', 2, 1e6)}"
         if noise <= DECODE:
             clear.append(words)
             values.append(statistics.median(over) * 1e6)
@@ -166,7 +166,7 @@ def throughput(groups: dict[str, Rows]) -> Verdict:
     if low:
         figure += f", {len(low)} below"
     # The difference of the same program from itself is the noise.
-    for name, who in (("C beside itself", AGAIN), (PEER, PEER)):
+    for name, who in (("C against C", AGAIN), (PEER, PEER)):
         other = {n: r.ratios(who, "C") for n, r in rows.items() if r.ratios(who, "C")}
         if other:
             own = medians(other).values()

@@ -273,22 +273,17 @@ REASONS: dict[str, str] = {
 
 #: Names in results, and the names that the report shows.
 SHOWN = {
-    "C beside itself": "C against C",
-    "token beside 8,000 idle cells": "token next to 8,000 idle cells, parked",
     "the same at first": "same, before parking",
     "the same alone": "same, without idle cells",
     "first token, the last one decoded alone": "first token, only the last one decoded",
-    "beside evaluating alone": "compared with evaluating",
     "a token while blocks are written: written behind": "a token, with write-behind",
     "a token while blocks are written: no tier": "a token, without a tier",
     "a token while blocks are written": "a token, with write-behind",
-    "one cached token, beside its cell": "one cached token, in addition to its cell",
     "begin and close": "open and close",
     "copying the blocks": "copying blocks",
     ": not asked, for the time it takes: see the tables above": ": skipped to save time; see the tables above",
     ": not asked": ": not measured",
     "there for the memory operations alone": "only for memory operations",
-    "a server is not made anew without its model": "a server cannot be recreated without its model",
     "neither matches prefixes nor keeps states by itself": "no automatic prefix match, no cache of states",
     "no sequences to copy and no states to hold: a server": "a server: no sequences to copy, no states in memory",
     "takes half a minute, and 1,024 tokens tell it": "takes half a minute; see 1,024 tokens",

@@ -174,7 +174,7 @@ def test_the_targets_of_many_generations_are_judged() -> None:
     rows = {
         "best of 8, 8 at once": Row("", "tokens/s", {"pykvcache": [99], "C": [100], AGAIN: [98]}),
         "step of 8, tiny": Row("", "s", {"pykvcache": [130e-6], "C": [100e-6]}),
-        "token beside 8,000 idle cells": Row("", "s", {"pykvcache": [1.04]}),
+        "token next to 8,000 idle cells, parked": Row("", "s", {"pykvcache": [1.04]}),
         "the same alone": Row("", "s", {"pykvcache": [1.0]}),
         "fork of 4,096 tokens": Row("", "s", {"pykvcache": [301e-6]}),
     }
@@ -280,8 +280,8 @@ def test_targets_are_judged_by_the_medians() -> None:
     assert found["batch"].met is True
     assert found["decode_cost"].met is False
     told, _, noisy = found["decode_cost"].figure.partition("C differs from itself by more: ")
-    assert told.startswith("tiny, 1 thread: 3.00 us (3.00 to 3.00), C beside itself 1.00 us")
-    assert noisy.startswith("30M, 2 threads: 50.00 us (50.00 to 50.00), C beside itself -40.00 us")
+    assert told.startswith("tiny, 1 thread: 3.00 us (3.00 to 3.00), C against C 1.00 us")
+    assert noisy.startswith("30M, 2 threads: 50.00 us (50.00 to 50.00), C against C -40.00 us")
     assert found["throughput"].met is None
     assert found["throughput"].line()[2] == "not measured"
 

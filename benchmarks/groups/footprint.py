@@ -49,7 +49,7 @@ def resident(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
     labels = {
         "context": f"context of {CELLS} cells",
         "cell": "one more cell",
-        "token": "one cached token, beside its cell",
+        "token": "one cached token, in addition to its cell",
     }
     for key, label in labels.items():
         row = Row(label, "bytes", errors=dict(first.errors))
@@ -59,7 +59,7 @@ def resident(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
             if who in first.samples and s and key in s[0]
         }
         rows.append(row)
-    leave_out(rows, "xllamacpp", "a server is not made anew without its model")
+    leave_out(rows, "xllamacpp", "a server cannot be recreated without its model")
     for row in rows:
         show(row, 2**-10, "KiB")
     return rows

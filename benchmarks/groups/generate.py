@@ -124,9 +124,9 @@ def sequences(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
         answers.append(ours.ask("idle", cells=cells))
         return answers[-1]
 
-    beside = interleave(f"token beside {cells:,} idle cells", "s", {OURS: idle}, plan)
-    rows = [beside]
-    if OURS in beside.samples:
+    parked = interleave(f"token next to {cells:,} idle cells, parked", "s", {OURS: idle}, plan)
+    rows = [parked]
+    if OURS in parked.samples:
         for key, name in (("first", "the same at first"), ("alone", "the same alone")):
             rows.append(Row(name, "s", {OURS: [float(answer[key]) for answer in answers[1:]]}))
     for what in ("fork", "sync"):

@@ -44,7 +44,7 @@ def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
             ours[OURS].ask, "tier_slow", latency=latency, bandwidth=bandwidth, n=LENGTHS[1]
         )
         name = f"{latency * 1e3:.0f} ms a request, {bandwidth / 1e6:g} MB/s"
-        rows.append(interleave(f"beside evaluating alone: {name}", "ratio", {OURS: ask}, more))
+        rows.append(interleave(f"compared with evaluating: {name}", "ratio", {OURS: ask}, more))
         show(rows[-1], 1, "")
     rows.append(written_behind(ours[OURS], plan))
     shutil.rmtree(folder, ignore_errors=True)

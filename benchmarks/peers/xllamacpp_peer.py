@@ -57,7 +57,7 @@ class XLlamaCpp(Worker):
     def open(self, model: str | None, **options: Any) -> None:
         """Start a server with one slot per sequence."""
         if model is None:
-            raise NotThereError("a server is not made anew without its model")
+            raise NotThereError("a server cannot be recreated without its model")
         self.path, self.options = model, options
         self.server = self.cached = None
         self.server = self.serve(options)

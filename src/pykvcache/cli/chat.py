@@ -193,7 +193,7 @@ class Files:
 
     def write(self, one: Conversation, path: str) -> int:
         """Write a conversation, and return the file's size in bytes; Ctrl-C waits."""
-        with _delayed_ctrl_c():  # between the two, the file would pass for another program's
+        with _delayed_ctrl_c():  # else the file may look as if another program had written it
             size = one.save(path)
             self.add(path, _id_of(path), one.snapshot())
         return size

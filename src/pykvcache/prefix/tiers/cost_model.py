@@ -27,7 +27,7 @@ class EvaluationTime:
     """How long evaluating tokens takes.
 
     Long prompts take more time per token, because of attention. So each power of two of the length
-    has its own rate, and lengths that were not measured take the nearest one's.
+    has its own rate; other lengths use that of the nearest one. Used under the pool's lock.
     """
 
     def __init__(self, seconds_per_token: float) -> None:

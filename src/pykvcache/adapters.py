@@ -190,7 +190,7 @@ def _pair(model: LlamaModel, given: object) -> tuple[LoraAdapter | ControlVector
     # float32, as in llama.cpp: scales that are equal there are equal here.
     scale = float(np.float32(as_float(number, "scale", -1e6, 1e6)))
     if isinstance(one, str | os.PathLike):
-        return model.load_adapter(one), scale
+        return model.load_adapter(os.path.expanduser(one)), scale
     if not isinstance(one, LoraAdapter | ControlVector):
         raise TypeError(
             "adapters must be LoraAdapter or ControlVector objects or paths, or tuples of one and "

@@ -108,7 +108,8 @@ class Fingerprint:
         if self.adapters != here.adapters:
             raise StateLayoutMismatch(
                 f"the state was computed with {_named(self.adapters)}, and this context computes "
-                f"with {_named(here.adapters)}: set_adapters() first, or evaluate the text again",
+                f"with {_named(here.adapters)}: use the same ones (set_adapters, --lora), or "
+                "evaluate the text again",
                 what="adapters",
                 value=self.adapters,
                 limit=here.adapters,

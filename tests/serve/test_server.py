@@ -207,9 +207,10 @@ def start(*options: str, folder: Path) -> tuple[subprocess.Popen[str], str]:
     ]
     process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    line = process.stderr.readline()
-    assert "pykvcache serves http" in line, line
-    return process, line.split()[2]
+    for line in process.stderr:  # warnings of llama.cpp come first
+        if "pykvcache serves http" in line:
+            return process, line.split()[2]
+    raise AssertionError("the server ended before it began")
 
 
 def ask(address: str) -> dict[str, Any]:
@@ -243,6 +244,17 @@ def test_other_machines_need_keys(tmp_path: Path) -> None:
     found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert found.returncode == 2
     assert "--api-keys" in found.stderr
+
+
+def test_a_wrong_model_or_adapter_is_an_error_at_the_start(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF")
+    for options in (("-m", os.fspath(broken)), ("--lora", os.fspath(broken))):
+        command = [sys.executable, "-m", "pykvcache", "serve", "--port", "0", *options]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert found.returncode == 1
+        assert "broken.gguf" in found.stderr
+        assert "Traceback" not in found.stderr
 
 
 def test_the_first_signal_drains_and_the_second_ends(tmp_path: Path) -> None:

@@ -221,7 +221,6 @@ def serve(
             sampling_of(options),
         ),
     )
-    app = make_app(models, keys=keys, max_body=max_body << 20, stored=stored, origins=origins)
     logging.basicConfig(
         format="%(asctime)s %(message)s",
         level=logging.WARNING if quiet else logging.INFO,
@@ -229,6 +228,9 @@ def serve(
     )
     # llama.cpp logs some 150 lines per model that it loads.
     logging.getLogger("pykvcache.llama").setLevel(logging.WARNING)
+    if len(files) == 1:
+        models.preload()
+    app = make_app(models, keys=keys, max_body=max_body << 20, stored=stored, origins=origins)
     try:
         listener = socket.create_server(
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -128,6 +128,15 @@ class Models:
         with engine.using():
             yield engine
 
+    def preload(self) -> None:
+        """Load the default model, so that a wrong file or adapter is an error at the start."""
+        name = next(iter(self.files))
+        self._add(name, LLM(self.files[name], **self._options))
+
+    def _add(self, name: str, llm: LLM) -> Engine:
+        engine = self._engines[name] = Engine(name, llm, *self._engine_options)
+        return engine
+
     async def _load(self, name: str) -> Engine:
         while len(self._engines) >= self._max_models:
             if not await self._unload_oldest():
@@ -139,8 +148,7 @@ class Models:
             except (ContextCreateError, MemoryError, ModelLoadError):
                 if not await self._unload_oldest():
                     raise
-        engine = self._engines[name] = Engine(name, llm, *self._engine_options)
-        return engine
+        return self._add(name, llm)
 
     async def _unload_oldest(self) -> bool:
         """Unload the least recently used model; return False where all are in use."""

@@ -153,17 +153,23 @@ class Server:
 
     def together(self, prompts: list[list[int]], n: int) -> Answer:
         """Return tokens per second with one client per prompt."""
-        import httpx
+        host, port = self.url.removeprefix("http://").split(":")
+        bodies = [json.dumps({"prompt": one, "n_predict": n, **GREEDY}) for one in prompts]
+
+        async def ask(body: str) -> None:
+            # Not httpx: its clients take 5 ms of the two processors per request.
+            reader, writer = await asyncio.open_connection(host, int(port))
+            head = f"POST /completion HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            writer.write((head + body).encode())
+            answer = await reader.read()
+            writer.close()
+            check(int(answer.split(b" ", 2)[1]))
 
         async def run() -> float:
-            limits = httpx.Limits(max_connections=len(prompts))
-            async with httpx.AsyncClient(timeout=600, limits=limits) as client:
-                bodies = [{"prompt": one, "n_predict": n, **GREEDY} for one in prompts]
-                begin = time.perf_counter()
-                asked = (client.post(f"{self.url}/completion", json=body) for body in bodies)
-                for answer in await asyncio.gather(*asked):
-                    answer.raise_for_status()
-                return time.perf_counter() - begin
+            begin = time.perf_counter()
+            await asyncio.gather(*map(ask, bodies))
+            return time.perf_counter() - begin
 
         seconds = asyncio.run(run())
         return {"seconds": seconds, "rate": len(prompts) * n / seconds}

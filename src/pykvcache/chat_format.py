@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,6 +25,8 @@ ToolChoice = Literal["auto", "none", "required"] | Mapping[str, Any]
 TEXT_BYTES_MAX = 2**31 - 1
 # Cython's exceptions for C++ exceptions.
 _NATIVE_ERRORS = (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError)
+# llama.cpp's grammars of required calls allow any text first: a small model never comes to a call.
+_PREAMBLE = re.compile(r"\buntil-\d+\??( space)? (?=tool-calls?(-root)?\b)")
 _USER = {"role": "user", "content": "Hello"}
 
 
@@ -115,13 +118,16 @@ class ChatFormat:
         model: lib.Model,
         schemas: Mapping[str, Any],
         stop: Sequence[str],
+        *,
+        is_call: bool,
     ) -> None:
         facts = json.loads(native.facts())
         self._native = native
         self._model = model
         self._schemas = schemas
         self._ends = tuple(stop)
-        self.grammar: str | None = facts["grammar"] or None
+        grammar = facts["grammar"]
+        self.grammar: str | None = (_PREAMBLE.sub("", grammar) if is_call else grammar) or None
         self.triggers: tuple[str, ...] | None = tuple(facts["triggers"]) if facts["lazy"] else None
         self.generation_prompt: str = facts["generation_prompt"]
         self.stop: tuple[str, ...] = tuple(facts["stop"])
@@ -232,7 +238,8 @@ def make_chat_format(
     if choice == "required" and not facts["grammar"]:
         raise UnsupportedOperation("chat_format", "this chat template has no tool calls")
     known = {} if choice == "none" else {name: schemas[name] for name in _names(given)}
-    return ChatFormat(native, model, known, (*ends, *facts["stop"]))
+    stop = (*ends, *facts["stop"])
+    return ChatFormat(native, model, known, stop, is_call=choice == "required")
 
 
 def _names(tools: list[dict[str, Any]]) -> list[str]:

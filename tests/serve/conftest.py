@@ -28,7 +28,8 @@ def serving(
 ) -> Iterator[str]:
     """Run a server for the block; gives its address."""
     context = {"n_ctx": 2048, "ram_bytes": 32 << 20, **options.pop("llm", {})}
-    models = Models({"stories": embedded_model_path()}, context, **options.pop("models", {}))
+    files = {"stories": options.pop("path", embedded_model_path())}
+    models = Models(files, context, **options.pop("models", {}))
     app = make_app(models, keys=keys, **options)
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", http=http)
     server = uvicorn.Server(config)

@@ -6,9 +6,13 @@ The story model calls no tools by itself, so a grammar lets it write a call.
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.models import make_model
 
 MESSAGES: list[Any] = [{"role": "user", "content": "How is the weather by the sea?"}]
 PARAMETERS = {
@@ -59,6 +63,19 @@ def test_a_chat_calls_a_tool_and_gets_its_result(client: Any, is_stream: bool) -
         model="m", messages=asked, tools=TOOLS, max_tokens=4, extra_body={"tool_choice": "none"}
     )
     assert answer.choices[0].message.content
+
+
+def test_a_model_without_a_template_answers_and_calls_tools(
+    serve: Any, openai: Any, model_folder: Path
+) -> None:
+    path = os.fspath(make_model("llama", model_folder))
+    with openai.OpenAI(base_url=serve(path=path) + "/v1", api_key="none") as client:
+        answer = client.chat.completions.create(
+            model="m", messages=MESSAGES, tools=TOOLS, tool_choice="required", max_tokens=400
+        )
+    call = answer.choices[0].message.tool_calls[0]
+    assert call.function.name == "get_weather"
+    assert isinstance(json.loads(call.function.arguments)["days"], int)
 
 
 def test_a_truncated_call_finishes_with_length(client: Any) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,6 +27,36 @@ __all__ = ["Breakpoint", "Defaults", "Engine", "Generation", "Job", "Piece"]
 
 T = TypeVar("T")
 Tokens = npt.NDArray[np.int32]
+
+log = logging.getLogger("pykvcache.serve")
+
+#: For models without a chat template, as in llama-server: clients cannot pass one.
+CHATML = """\
+{%- if tools -%}
+<|im_start|>system
+These functions can be called:
+{% for tool in tools -%}
+{{ tool | tojson }}
+{% endfor -%}
+A call is written as:
+<tool_call>
+{"name": "the function", "arguments": {"argument": "value"}}
+</tool_call><|im_end|>
+{% endif -%}
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{{ message.content or "" }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor -%}
+<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}
+"""
 
 
 @dataclass(frozen=True)
@@ -285,6 +316,11 @@ class Engine:
     ) -> None:
         self.name, self.llm = name, llm
         self.defaults = Defaults() if defaults is None else defaults
+        if self.defaults.template is None and llm.model.chat_template is None:
+            log.warning(
+                "%s has no chat template: chats use ChatML, unless --chat-template says more", name
+            )
+            self.defaults = replace(self.defaults, template=CHATML)
         self.pins = PinBoard(llm)
         self.last_used = time.monotonic()
         # Of 262,144 tokens of Gemma it takes 60 ms to find them.

@@ -94,7 +94,8 @@ def schema_of(response_format: Mapping[str, Any] | None) -> Any:
         return None
     if kind == "json_object":
         return wish.get("schema", {"type": "object"})
-    given = wish.get("json_schema") if kind == "json_schema" else None
+    # Of responses, and of Anthropic's messages, the schema stands in the format itself.
+    given = wish.get("json_schema", wish) if kind == "json_schema" else None
     if isinstance(given, Mapping) and isinstance(given.get("schema"), Mapping):
         return given["schema"]
     raise ArgumentError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -34,6 +35,19 @@ def test_a_stream_builds_the_whole_message(client: Any) -> None:
         final = stream.get_final_message()
     assert final.content[0].text == text
     assert final.usage.output_tokens == 12
+
+
+@pytest.mark.parametrize("where", ["output_config", "output_format"])
+def test_an_output_format_constrains_the_answer(client: Any, where: str) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}}
+    form = {"type": "json_schema", "schema": {**schema, "required": ["n"]}}
+    answer = client.messages.create(
+        model="m",
+        max_tokens=40,
+        messages=[{"role": "user", "content": "How many?"}],
+        extra_body={where: {"format": form, "effort": "low"} if where[7:] == "config" else form},
+    )
+    assert json.loads(answer.content[0].text)["n"] <= 9
 
 
 def test_the_stop_sequence_that_ended_a_message_is_reported(client: Any) -> None:

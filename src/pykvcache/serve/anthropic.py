@@ -75,7 +75,7 @@ def as_chat(request: AnthropicRequest) -> ChatRequest:
         raise ApiError(400, told, param="messages")
     thinking = (request.thinking or {}).get("type")
     thinks = {} if thinking is None else {"enable_thinking": thinking != "disabled"}
-    choice = request.tool_choice or {}
+    choice, output = request.tool_choice or {}, request.output_config or {}
     return ChatRequest(
         messages=found,
         model=request.model,
@@ -86,6 +86,8 @@ def as_chat(request: AnthropicRequest) -> ChatRequest:
         stop=request.stop_sequences,
         tools=[_tool(tool) for tool in tools] or None,
         tool_choice=_tool_choice(choice),
+        response_format=output.get("format") or request.output_format,
+        reasoning_effort=output.get("effort"),
         parallel_tool_calls=not choice.get("disable_parallel_tool_use", False),
         chat_template_kwargs={**thinks, **(request.chat_template_kwargs or {})},
         seed=request.seed,

@@ -195,8 +195,6 @@ def as_chat(request: ResponseRequest, messages: list[dict[str, Any]]) -> ChatReq
     """Return the same request in the form of chat completions."""
     head = [{"role": "system", "content": request.instructions}] if request.instructions else []
     form = (request.text or {}).get("format") or {}
-    if form.get("type") == "json_schema":
-        form = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
     choice = request.tool_choice
     if isinstance(choice, dict) and "name" in choice:
         choice = {"type": "function", "function": {"name": choice["name"]}}

@@ -185,6 +185,8 @@ class AnthropicRequest(Common, kw_only=True):
     tools: list[Object] | None = None
     tool_choice: Object | None = None
     thinking: Object | None = None
+    output_config: Object | None = None
+    output_format: Object | None = None
     cache_control: Object | None = None
     diagnostics: Object | None = None
 

@@ -211,11 +211,12 @@ def make_chat_format(
 
     `ends` are the texts of the tokens that end generation.
     """
+    parallel = as_bool(parallel, "parallel_tool_calls")
     given, schemas = _tools(tools)
     choice = _choice(tool_choice, given)
     if choice not in ("auto", "none", "required"):
         given = [one for one in given if one["function"]["name"] == choice]
-        choice = "required"
+        choice, parallel = "required", False
     if choice == "required" and not given:
         raise ArgumentError("tool_choice asks for a tool, and there are no tools", "tool_choice")
     schema = None
@@ -230,7 +231,7 @@ def make_chat_format(
     request = {
         "tools": given,
         "tool_choice": choice,
-        "parallel_tool_calls": as_bool(parallel, "parallel_tool_calls"),
+        "parallel_tool_calls": parallel,
         "json_schema": schema,
     }
     native = _analysed(model, template, request, variables)

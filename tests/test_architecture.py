@@ -68,7 +68,6 @@ MODEL_FREE = {
     "node",
     "policies",
     "tree",
-    "windows",
 }
 # Outside the standard library. Whatever is not NumPy is an extra: imported where it is used.
 REQUIRED = {"numpy"}

@@ -9,9 +9,8 @@ from prefix.model_free import is_useful
 from pykvcache.prefix.block_hash import block_names
 from pykvcache.prefix.cache import PrefixCache
 from pykvcache.prefix.events import BlockRemoved, BlockStored, CacheEvent, _size
-from pykvcache.prefix.node import Component, Kind, Node
+from pykvcache.prefix.node import Component, Kind, Node, is_resumable
 from pykvcache.prefix.tree import PrefixTree
-from pykvcache.prefix.windows import is_resumable
 
 
 def check_accounts(cache: PrefixCache, heard: Iterable[CacheEvent] | None = None) -> None:

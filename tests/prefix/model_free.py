@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 from pykvcache.prefix.block_hash import TOKEN_SIZE, token_bytes
 from pykvcache.prefix.match import Hold, Match, Offer, Resume
-from pykvcache.prefix.node import Component, EndState, Kind, MemoryShape, Node
+from pykvcache.prefix.node import Component, EndState, Kind, MemoryShape, Node, is_resumable
 from pykvcache.prefix.policies import Policy
 from pykvcache.prefix.tree import PrefixTree
-from pykvcache.prefix.windows import is_resumable
 
 Tokens = list[int]
 

@@ -13,8 +13,8 @@ from memory.kit import Case, Logits, apart
 from prefix.accounts import check_accounts
 from pykvcache import BatchGenerator, LlamaContext, PrefixCache
 from pykvcache.errors import UnsupportedOperation
+from pykvcache.prefix.block_cache import Pin
 from pykvcache.prefix.events import BlockRemoved, BlockStored, CacheEvent, Stored
-from pykvcache.prefix.pins import Pin
 from pykvcache.prefix.policies import POLICIES
 from pykvcache.prefix.report import ReuseReport
 from pykvcache.prefix.sequence import CachedSequence

@@ -14,7 +14,7 @@ from pykvcache.prefix.policies import POLICIES
 from pykvcache.prefix.policies.simple import LRU
 from pykvcache.simulate import Trace, compare, draw, most_hits, replay
 from pykvcache.simulate.__main__ import main
-from pykvcache.simulate.clairvoyant import BOUND
+from pykvcache.simulate.replay import BOUND
 
 Prefix = tuple[int, ...]
 

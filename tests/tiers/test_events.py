@@ -21,8 +21,8 @@ from pykvcache.prefix.events import (
     EventLog,
 )
 from pykvcache.prefix.stores import FolderStore, MemoryStore
-from pykvcache.prefix.tiers import notices
-from pykvcache.prefix.tiers.notices import Notices
+from pykvcache.prefix.tiers import tier as tiers_module
+from pykvcache.prefix.tiers.tier import Notices
 from pykvcache.prefix.zmq_events import as_map
 from tiers.kit import clear_memory
 from tiers.test_tiers import SIZE, WAIT, words
@@ -172,7 +172,7 @@ def test_a_callback_may_call_the_cache(make_context: Make) -> None:
 
 
 def test_the_list_of_what_was_said_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "MAX_BLOCKS", 4)
+    monkeypatch.setattr(tiers_module, "MAX_BLOCKS", 4)
     log, heard = EventLog(), list[CacheEvent]()
     log.subscribe(heard.append)
     said, prompt = Notices("disk", log.add), NamedPrompt(bytes(32), bytes(9 * 8), 2)

@@ -14,7 +14,7 @@ from memory.kit import Case, Fresh, Logits, Make, apart
 from pykvcache import PrefixCache
 from pykvcache.prefix.block_hash import block_names, token_bytes
 from pykvcache.prefix.stores import BlockStore, Envelope, MemoryStore
-from pykvcache.prefix.tiers.records import END_OVERHEAD, End
+from pykvcache.prefix.tiers.loader import END_OVERHEAD, End
 from stores.kinds import SHARED, STORES
 from support.examples import examples
 from tiers.kit import clear_memory

@@ -7,8 +7,7 @@ from bisect import insort
 from pykvcache.context import LlamaContext
 from pykvcache.generate.request import GenerationRequest
 from pykvcache.prefix.core import CacheCore
-from pykvcache.prefix.request import Request
-from pykvcache.prefix.sequence import request_of
+from pykvcache.prefix.sequence import Request, request_of
 from pykvcache.sequence.ledger import common_prefix
 from pykvcache.sequence.pool import SequencePool, Stage
 

@@ -3,15 +3,14 @@
 ===================  =============================================================================
 `cache.py`           `PrefixCache`: makes the parts below, and checks what users pass
 `core.py`            `CacheCore`: the flow of a request through the parts
-`request.py`         `Request`: what a cache notes of a sequence
-`sequence.py`        `CachedSequence`: begins with known tokens, and gives the cache its new ones
+`sequence.py`        `CachedSequence`: begins with known tokens, and gives the cache its new ones;
+                     `Request`: what a cache notes of it
 `lookup.py`          what is known of a prompt, and the plan that follows
 `admission.py`       what is taken over of a sequence that closes
-`block_cache.py`     `BlockCache`: the tree, within a budget; one change at a time
+`block_cache.py`     `BlockCache`: the tree, within a budget; one change at a time; pins
 `tree.py`            `PrefixTree`: which tokens are known, with which cells; what leaves first
 `node.py`            `Node` and `Component`: attention cells, window cells, a state
 `match.py`           `Match`, `Offer`, `Plan`: what the tree has of a prompt, and what it lacks
-`windows.py`         which window cells are of use
 `block_hash.py`      names of blocks: a hash chain over all tokens before
 `memory.py`          `CacheMemory`: the one seam to llama.cpp's memory
 `tier_link.py`       `TierLink`: the one seam to the tiers

@@ -15,7 +15,7 @@ from pykvcache.sequence.cells import SequenceCells
 from pykvcache.sequence.checkpoints import CheckpointPolicy
 
 if TYPE_CHECKING:
-    from pykvcache.prefix.request import Request
+    from pykvcache.prefix.sequence import Request
     from pykvcache.prefix.tier_link import TierLink
 
 __all__ = ["Admission", "BlockCheckpoints", "LiveCells", "Source", "admit"]

@@ -18,9 +18,9 @@ from pykvcache.prefix.arguments import (
     as_tokens,
     as_wait,
 )
+from pykvcache.prefix.block_cache import Pin
 from pykvcache.prefix.core import CacheCore
 from pykvcache.prefix.events import EventLog
-from pykvcache.prefix.pins import Pin
 from pykvcache.prefix.policies import DEFAULT, Policy
 from pykvcache.prefix.prefetch import Prefetch
 from pykvcache.prefix.report import CacheStats

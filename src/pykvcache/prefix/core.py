@@ -14,7 +14,7 @@ from pykvcache.context import LlamaContext
 from pykvcache.errors import ArgumentError, ClosedError, DeviceLost
 from pykvcache.prefix.admission import Admission, BlockCheckpoints
 from pykvcache.prefix.arguments import as_boundaries, as_namespace
-from pykvcache.prefix.block_cache import CHUNK_BYTES, NODE_BYTES, BlockCache
+from pykvcache.prefix.block_cache import CHUNK_BYTES, NODE_BYTES, BlockCache, Pins
 from pykvcache.prefix.block_hash import (
     TOKEN_SIZE,
     adapters_digest,
@@ -26,12 +26,10 @@ from pykvcache.prefix.block_hash import (
 from pykvcache.prefix.events import AllBlocksCleared, EventLog, Lookup
 from pykvcache.prefix.lookup import PromptLookup
 from pykvcache.prefix.memory import CacheMemory
-from pykvcache.prefix.pins import Pins
 from pykvcache.prefix.policies import Policy
 from pykvcache.prefix.prefetch import Prefetch, Prefetches
 from pykvcache.prefix.report import ReuseReport
-from pykvcache.prefix.request import Request
-from pykvcache.prefix.sequence import CachedSequence
+from pykvcache.prefix.sequence import CachedSequence, Request
 from pykvcache.prefix.stores import Envelope
 from pykvcache.prefix.tier_link import TierLink, least_seconds
 from pykvcache.prefix.tiers.cost_model import EvaluationTime

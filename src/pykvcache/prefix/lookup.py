@@ -18,7 +18,7 @@ from pykvcache.prefix.match import Match, Resume
 from pykvcache.prefix.memory import CacheMemory, Cells
 from pykvcache.prefix.node import Kind
 from pykvcache.prefix.report import BEFORE, Difference, Reason, ReuseReport
-from pykvcache.prefix.request import Request
+from pykvcache.prefix.sequence import Request
 from pykvcache.prefix.tree import PrefixTree
 from pykvcache.sequence.cells import PutBack
 from pykvcache.sequence.ledger import common_prefix

@@ -26,8 +26,7 @@ from pykvcache.prefix.memory import Buffer, CacheMemory
 from pykvcache.prefix.node import EndState, Kind
 from pykvcache.prefix.report import ReuseReport
 from pykvcache.prefix.tiers.cost_model import EvaluationTime
-from pykvcache.prefix.tiers.loader import Load, Loaded, Wanted
-from pykvcache.prefix.tiers.records import End
+from pykvcache.prefix.tiers.loader import End, Load, Loaded, Wanted
 from pykvcache.prefix.tiers.stack import Record, Tiers
 
 __all__ = ["TierLink", "least_seconds"]

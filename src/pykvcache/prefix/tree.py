@@ -10,9 +10,18 @@ from pykvcache._ranges import Range, gaps, overlaps, union
 from pykvcache.errors import ArgumentError
 from pykvcache.prefix.block_hash import TOKEN_SIZE, NameRoot, common_tokens
 from pykvcache.prefix.match import Hold, Match, Offer, Plan, Resume
-from pykvcache.prefix.node import Component, EndState, Kind, MemoryShape, Node, cut, new_root
+from pykvcache.prefix.node import (
+    Component,
+    EndState,
+    Kind,
+    MemoryShape,
+    Node,
+    cut,
+    incomplete,
+    is_resumable,
+    new_root,
+)
 from pykvcache.prefix.policies import Policy, make_policy
-from pykvcache.prefix.windows import incomplete, is_resumable
 
 __all__ = ["Hold", "Offer", "Plan", "PrefixTree"]
 

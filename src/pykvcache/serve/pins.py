@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pykvcache.llm import LLM
-from pykvcache.prefix.pins import Pin
+from pykvcache.prefix.block_cache import Pin
 
 __all__ = ["PinBoard"]
 

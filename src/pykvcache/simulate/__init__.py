@@ -4,8 +4,7 @@
 `traces.py`        `Trace`, and readers of the formats
 `workloads.py`     synthetic traces, one for each way in which prompts share prefixes
 `record.py`        records a cache's lookups as a trace
-`replay.py`        replays one trace with one policy and one size
-`clairvoyant.py`   upper bound of all policies
+`replay.py`        replays one trace with one policy and one size; upper bound of all policies
 `report.py`        compares policies: tables and pictures
 `__main__.py`      ``python -m pykvcache.simulate TRACE ...``
 =================  ================================================================
@@ -13,9 +12,8 @@
 Uses the cache's own tree and policies. Needs no model and no compiled layer.
 """
 
-from pykvcache.simulate.clairvoyant import most_hits
 from pykvcache.simulate.record import record
-from pykvcache.simulate.replay import Result, replay
+from pykvcache.simulate.replay import Result, most_hits, replay
 from pykvcache.simulate.report import Report, compare, draw
 from pykvcache.simulate.traces import Trace, read_trace
 from pykvcache.simulate.workloads import WORKLOADS, workload

@@ -15,8 +15,7 @@ import numpy as np
 from pykvcache._arguments import as_file_name, as_int, as_list
 from pykvcache.errors import ArgumentError, shown
 from pykvcache.prefix.policies import DEFAULT, POLICIES
-from pykvcache.simulate.clairvoyant import BOUND, most_hits
-from pykvcache.simulate.replay import Result, replay
+from pykvcache.simulate.replay import BOUND, Result, most_hits, replay
 from pykvcache.simulate.traces import Trace, check_trace
 
 __all__ = [

@@ -6,12 +6,11 @@ A store is five methods over keys and buffers and knows nothing of llama.cpp: se
 from __future__ import annotations
 
 from pykvcache.prefix.stores.base import BlockStore, StoreCounters, StoreEntry
-from pykvcache.prefix.stores.envelope import Envelope, Rejection
+from pykvcache.prefix.stores.envelope import Envelope, Rejection, SealedStore
 from pykvcache.prefix.stores.folder import FolderStore
 from pykvcache.prefix.stores.memory import MemoryStore
 from pykvcache.prefix.stores.objects import ObjectStore
 from pykvcache.prefix.stores.redis import RedisClusterStore, RedisStore
-from pykvcache.prefix.stores.sealed import SealedStore
 from pykvcache.prefix.stores.tools import open_store
 
 __all__ = [

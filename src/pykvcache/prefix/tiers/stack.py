@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from pykvcache.prefix.block_hash import NamedPrompt
 from pykvcache.prefix.stores import BlockStore, Envelope, open_store
-from pykvcache.prefix.tiers.notices import Sink
-from pykvcache.prefix.tiers.tier import Tier, TierStats
+from pykvcache.prefix.tiers.tier import Sink, Tier, TierStats
 from pykvcache.prefix.tiers.writer import Chain, Writer
 
 if TYPE_CHECKING:

@@ -63,7 +63,6 @@ _PLAIN = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 
 def _open(path: str) -> io.FileIO:
-    """Open a file to read it."""
     return open(path, "rb", buffering=0, opener=lambda path, flags: os.open(path, flags | _PLAIN))
 
 
@@ -301,17 +300,12 @@ class FolderStore(BlockStore):
         return done
 
     def entries(self) -> Iterator[StoreEntry]:
-        """Yield every block of the index; every file where the index cannot be read."""
-        if not self._is_open():
-            return
-        found: Iterable[tuple[bytes, int, int]]
+        """Yield every block."""
         try:
-            found = self._index.read()
-        except _FAILURES as error:
+            for key, size, used in self._files.all() if self._is_open() else ():
+                yield StoreEntry(key, size, used / 1e9)
+        except OSError as error:
             self._failed(error)
-            found = self._files.all()
-        for key, size, used in found:
-            yield StoreEntry(key, size, used / 1e9)
 
     # Writing ----------------------------------------------------------------------------
 

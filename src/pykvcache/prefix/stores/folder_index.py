@@ -22,19 +22,19 @@ WAIT = 2.0
 _VERSION = 2
 # Size of a file on the disk, in SQL.
 _COST = "(({0}.size + 4095) & ~4095)"
-_SCHEMA = f"""
-CREATE TABLE blocks (
+_SCHEMA = (
+    """CREATE TABLE blocks (
     key BLOB PRIMARY KEY, size INTEGER NOT NULL, used INTEGER NOT NULL
-) WITHOUT ROWID;
-CREATE INDEX by_use ON blocks (used);
-CREATE TABLE total (bytes INTEGER NOT NULL);
-INSERT INTO total VALUES (0);
-CREATE TRIGGER added AFTER INSERT ON blocks
-BEGIN UPDATE total SET bytes = bytes + {_COST.format("new")}; END;
-CREATE TRIGGER removed AFTER DELETE ON blocks
-BEGIN UPDATE total SET bytes = bytes - {_COST.format("old")}; END;
-PRAGMA user_version = {_VERSION};
-"""
+) WITHOUT ROWID""",
+    "CREATE INDEX by_use ON blocks (used)",
+    "CREATE TABLE total (bytes INTEGER NOT NULL)",
+    "INSERT INTO total VALUES (0)",
+    f"""CREATE TRIGGER added AFTER INSERT ON blocks
+BEGIN UPDATE total SET bytes = bytes + {_COST.format("new")}; END""",
+    f"""CREATE TRIGGER removed AFTER DELETE ON blocks
+BEGIN UPDATE total SET bytes = bytes - {_COST.format("old")}; END""",
+    f"PRAGMA user_version = {_VERSION}",
+)
 # Sums of sizes, and times of later calls, stay within 8 bytes: a sparse file may claim any size.
 _MAX_SIZE, MAX_TIME = 1 << 48, 1 << 62
 
@@ -70,7 +70,13 @@ class FolderIndex:
         An index that turns out to be damaged is removed, so that the next transaction finds a
         new one: `Rows.is_new`.
         """
-        with self._connection() as connection:
+        with (
+            _in_sqlite,
+            # Transactions are begun and ended by hand.
+            contextlib.closing(
+                sqlite3.connect(self._path, timeout=WAIT, isolation_level=None)
+            ) as connection,
+        ):
             try:
                 _check_version(connection)
                 connection.execute("PRAGMA journal_mode = TRUNCATE")
@@ -79,7 +85,7 @@ class FolderIndex:
                 connection.execute("BEGIN IMMEDIATE")
                 is_new = _check_version(connection) == 0
                 if is_new:
-                    for statement in _statements(_SCHEMA):
+                    for statement in _SCHEMA:
                         connection.execute(statement)
                 yield Rows(connection, is_new=is_new)
                 connection.execute("COMMIT")
@@ -88,22 +94,6 @@ class FolderIndex:
                     raise
                 self._remove()
                 raise sqlite3.DatabaseError(f"the index is damaged: {error}") from error
-
-    def read(self) -> list[tuple[bytes, int, int]]:
-        """Return key, size and time of use in nanoseconds of every block."""
-        with self._connection() as connection:
-            try:
-                return Rows(connection).all()
-            except (TypeError, ValueError, OverflowError) as error:
-                raise sqlite3.DatabaseError(f"the index is damaged: {error}") from error
-
-    @contextlib.contextmanager
-    def _connection(self) -> Iterator[sqlite3.Connection]:
-        with _in_sqlite:
-            # Transactions are begun and ended by hand.
-            connection = sqlite3.connect(self._path, timeout=WAIT, isolation_level=None)
-            with contextlib.closing(connection):
-                yield connection
 
     def _is_damage(self, error: Exception) -> bool:
         """Return whether an error says that the index is wrong, rather than busy, full or denied.
@@ -175,20 +165,15 @@ class Rows:
         ((n,),) = self._connection.execute("SELECT bytes FROM total").fetchall()
         return int(n)
 
-    def all(self) -> list[tuple[bytes, int, int]]:
-        """Return key, size and time of use in nanoseconds of every block."""
-        rows = self._connection.execute("SELECT key, size, used FROM blocks")
-        return [(memoryview(key).tobytes(), int(size), int(used)) for key, size, used in rows]
-
     def check(self) -> set[bytes]:
         """Return the keys of all blocks; raise `sqlite3.DatabaseError` if the index is damaged."""
         ((found,),) = self._connection.execute("PRAGMA quick_check(1)").fetchall()
         if found != "ok":
             raise sqlite3.DatabaseError(found)
-        rows = self.all()
-        if sum(block_cost(size) for _, size, _ in rows) != self.n_bytes():
+        sizes = dict(self._connection.execute("SELECT key, size FROM blocks"))
+        if sum(map(block_cost, sizes.values())) != self.n_bytes():
             raise sqlite3.DatabaseError("the total of the index is wrong")
-        return {key for key, _, _ in rows}
+        return {memoryview(key).tobytes() for key in sizes}
 
 
 def _check_version(connection: sqlite3.Connection) -> int:
@@ -197,13 +182,3 @@ def _check_version(connection: sqlite3.Connection) -> int:
     if version not in (0, _VERSION):
         raise sqlite3.DatabaseError(f"the index has version {version}")
     return int(version)
-
-
-def _statements(script: str) -> Iterator[str]:
-    """Yield the statements of a script: `executescript` would commit the transaction."""
-    statement = ""
-    for line in script.splitlines(keepends=True):
-        statement += line
-        if sqlite3.complete_statement(statement):
-            yield statement
-            statement = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -160,12 +161,9 @@ class RemoteStore(BlockStore):
         if len(things) < 2:
             return [work(thing) for thing in things]
         futures: list[Future[_R]] = []
-        try:
+        with contextlib.suppress(RuntimeError):  # another thread has closed the store
             futures += (self._pool.submit(work, thing) for thing in things)
-        except RuntimeError:  # another thread has closed the store
-            pass
-        finally:
-            wait(futures)
+        wait(futures)
         return [future.result() for future in futures]
 
     def close(self) -> None:

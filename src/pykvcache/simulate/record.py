@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO
 
 from pykvcache._arguments import as_file_name
 from pykvcache.prefix.events import EventLog, Lookup, as_dict
@@ -41,41 +40,28 @@ def record(events: EventLog, path: str | os.PathLike[str]) -> Iterator[None]:
     if not isinstance(events, EventLog):
         raise TypeError(f"events must be an EventLog, not {type(events).__name__}")
     path = as_file_name(path)
+    failed: list[OSError] = []
+    lock = threading.Lock()  # another thread may be in a lookup when the block ends
+
+    def note(lookup: Lookup) -> None:
+        with lock:
+            if not (file.closed or failed):
+                try:
+                    file.write(json.dumps(as_dict(lookup)) + "\n")
+                except OSError as error:
+                    failed.append(error)
+
     is_packed = path.endswith(".gz")
     with gzip.open(path, "wt") if is_packed else open(path, "w", encoding="utf-8") as file:
-        writer = _Writer(file)
-        stop = events.subscribe_lookups(writer.note)
+        stop = events.subscribe_lookups(note)
         try:
             yield
         finally:
             stop()
-            writer.close()
-    if writer.failed:
-        raise writer.failed[0]
-
-
-class _Writer:
-    """Writes lookups to a file."""
-
-    def __init__(self, file: IO[str]) -> None:
-        self._file = file
-        self.failed: list[OSError] = []
-        # Another thread may be in a lookup when the block ends.
-        self._lock = threading.RLock()
-
-    def note(self, lookup: Lookup) -> None:
-        """Write a line."""
-        with self._lock:
-            if not (self._file.closed or self.failed):
+            with lock:
                 try:
-                    self._file.write(json.dumps(as_dict(lookup)) + "\n")
+                    file.close()
                 except OSError as error:
-                    self.failed.append(error)
-
-    def close(self) -> None:
-        """Write remaining lines."""
-        with self._lock:
-            try:
-                self._file.close()
-            except OSError as error:
-                self.failed.append(error)
+                    failed.append(error)
+    if failed:
+        raise failed[0]

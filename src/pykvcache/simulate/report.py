@@ -8,11 +8,8 @@ import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import SupportsFloat
 
-import numpy as np
-
-from pykvcache._arguments import as_file_name, as_int, as_list
+from pykvcache._arguments import as_file_name, as_float, as_int, as_list
 from pykvcache.errors import ArgumentError, shown
 from pykvcache.prefix.policies import DEFAULT, POLICIES
 from pykvcache.simulate.replay import BOUND, Result, most_hits, replay
@@ -103,16 +100,9 @@ def _one(trace: Trace, policy: str, n_blocks: int) -> Result:
 
 
 def _share(value: object) -> float:
-    if isinstance(value, (bool, np.bool_, str, np.ndarray)) or not isinstance(value, SupportsFloat):
-        raise TypeError(f"shares must be numbers, not {type(value).__name__}: {shown(value)}")
-    try:
-        share = float(value)
-    except OverflowError:  # an integer past 1e308
-        share = math.inf
-    if not share > 0:
+    share = as_float(value, "shares", 0, math.inf)
+    if not share:
         raise ArgumentError(f"a size is not above 0: {shown(value)}", "shares", value, 0)
-    if share == math.inf:
-        raise ArgumentError(f"a size is not finite: {shown(value)}", "shares", value)
     return share
 
 

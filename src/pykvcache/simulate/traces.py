@@ -63,12 +63,9 @@ class Trace:
             where = f"{self.name}, prompt {i}"
             prompts[i], lengths[i] = _as_ids(ids, where), as_int(length, f"{where}: the length", 0)
             _check_length(prompts[i], lengths[i], block_size, where)
-        for field_name, value in (
-            ("block_size", block_size),
-            ("prompts", prompts),
-            ("lengths", lengths),
-        ):
-            object.__setattr__(self, field_name, value)
+        object.__setattr__(self, "block_size", block_size)
+        object.__setattr__(self, "prompts", prompts)
+        object.__setattr__(self, "lengths", lengths)
 
     @classmethod
     def from_ids(
@@ -185,7 +182,6 @@ def read_trace(path: str | os.PathLike[str], block_size: int | None = None) -> T
 
 
 def _as_ids(ids: Any, where: str) -> NDArray[np.uint32]:
-    """Return ids as uint32."""
     found = np.asarray(ids)
     if found.ndim == 1 and not found.size:
         return np.empty(0, np.uint32)

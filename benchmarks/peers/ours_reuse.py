@@ -12,7 +12,6 @@ from benchmarks.harness import rotated
 from benchmarks.peers.primitives import Answer
 from benchmarks.peers.prompts import play, strangers
 from pykvcache import LlamaContext, LlamaModel, LlamaSequence, PrefixCache, Sampler
-from pykvcache.prefix.block_hash import token_bytes
 from pykvcache.prefix.match import Offer
 from pykvcache.prefix.node import MemoryShape
 from pykvcache.prefix.policies import DEFAULT
@@ -147,7 +146,7 @@ class Reuse:
         for i in range(slices):
             ids = prompts[i * 7 % len(prompts)].astype(np.int32)
             begin = time.perf_counter()
-            match = tree.match(token_bytes(ids))
+            match = tree.match(ids.tobytes())
             resume = tree.resume(match, match.n)
             took.append(time.perf_counter() - begin)
             assert resume.n == 4096
@@ -163,7 +162,7 @@ class Reuse:
         tree = filled([prompt() for _ in range(n_blocks // 64 + 1)])
         took = []
         for _ in range(slices):
-            tokens = token_bytes(prompt())
+            tokens = prompt().astype("<u4").tobytes()
             begin = time.perf_counter()
             match = tree.match(tokens)
             resume = tree.resume(match, match.n)
@@ -177,7 +176,7 @@ def filled(prompts: list[Any]) -> PrefixTree:
     """Return a tree of prompts without cells."""
     tree = PrefixTree(MemoryShape(64), DEFAULT, max_bytes=1 << 40)
     for ids in prompts:
-        tokens = token_bytes(ids)
+        tokens = ids.astype("<u4").tobytes()
         match = tree.match(tokens)
         plan = tree.plan(match, Offer(len(ids)))
         assert plan is not None

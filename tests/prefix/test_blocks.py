@@ -6,10 +6,9 @@ import hashlib
 import struct
 from typing import Any
 
-import numpy as np
 import pytest
 
-from pykvcache.prefix.block_hash import block_names, root_name, token_bytes
+from pykvcache.prefix.block_hash import block_names, root_name
 
 DIGESTS: dict[str, Any] = {"model": b"m" * 32, "rope": b"r" * 32, "layout": b"l" * 32}
 
@@ -21,7 +20,7 @@ def test_the_formula() -> None:
     assert root == hashlib.sha256(text + struct.pack("<IQ", 2, len(salt)) + salt).digest()
     first = hashlib.sha256(root + struct.pack("<II", 7, 8)).digest()
     second = hashlib.sha256(first + struct.pack("<II", 9, 70000)).digest()
-    tokens = token_bytes([7, 8, 9, 70000, 11])
+    tokens = struct.pack("<5I", 7, 8, 9, 70000, 11)
     assert block_names(root, tokens, 8) == [first, second]
     assert block_names(first, tokens[8:], 8) == [second]
     assert block_names(root, tokens[:7], 8) == []
@@ -42,28 +41,3 @@ def test_the_formula() -> None:
 def test_roots_differ_in_everything_that_matters(change: dict[str, Any]) -> None:
     facts = {**DIGESTS, "block_size": 2, "namespace": ""}
     assert root_name(**facts) != root_name(**{**facts, **change})
-
-
-@pytest.mark.parametrize("dtype", ["<i4", ">i4", "<u4", "<i8", ">u8", "<u2", "u1"])
-def test_tokens_are_the_same_bytes_whatever_held_them(dtype: str) -> None:
-    wide = np.array([1, 0, 2, 0, 200], dtype)
-    assert token_bytes(wide) == struct.pack("<5I", 1, 0, 2, 0, 200)
-    assert token_bytes(wide[::2]) == struct.pack("<3I", 1, 2, 200)
-    assert token_bytes([1, 2]) == struct.pack("<2I", 1, 2)
-    assert token_bytes([]) == b""
-
-
-@pytest.mark.parametrize(
-    ("tokens", "error", "message"),
-    [
-        ([1, -1], ValueError, "token -1 "),
-        ([1, 2**32], ValueError, f"token {2**32} "),
-        ([[1, 2]], ValueError, "2 dimensions"),
-        ([1.0], TypeError, "float64"),
-        (["a"], TypeError, "not integers"),
-        ([True], TypeError, "bool"),
-    ],
-)
-def test_invalid_tokens_raise(tokens: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        token_bytes(tokens)

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from prefix.model_free import ALL, Model, check_tree, prompts
-from pykvcache.prefix.block_hash import token_bytes
+from prefix.model_free import ALL, Model, check_tree, prompts, token_bytes
 from pykvcache.prefix.policies import POLICIES
 from support.examples import examples, some
 

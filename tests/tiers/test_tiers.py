@@ -169,7 +169,7 @@ def test_windows_and_states_count_in_how_long_loading_takes(
             thought.append(n_bytes)
             return 0.0
 
-        monkeypatch.setattr(tier, "estimate", estimate)
+        monkeypatch.setattr(tier.speed, "seconds", estimate)
         with cache.sequence(prompt) as sequence:
             assert sequence.reuse.evaluated <= SIZE
         assert 0.8 < thought[0] / tier.read_bytes < 1.4

@@ -250,22 +250,6 @@ def test_a_store_that_raises_ends_no_thread() -> None:
     assert tier.stats(0, 0, 0).failed == 1
 
 
-def test_where_the_system_gives_no_thread_the_queue_is_dropped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with opened() as (store, writer):
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
-            writer.offer(chain("a", "b"))
-        assert (writer.dropped, writer.n_items, writer.n_bytes) == (2, 0, 0)
-        writer.offer(chain("c"))
-        assert writer.flush(30)
-        assert store.names() == ["c"]
-
-
 # Evaluating goes first ----------------------------------------------------------------------
 
 PAUSE = 0.2

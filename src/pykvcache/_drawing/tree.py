@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pykvcache._drawing.canvas import new_figure
@@ -12,30 +11,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Bar", "draw_tree"]
+    from pykvcache.prefix.tree_view import TreeNode
+
+__all__ = ["draw_tree"]
 
 _MOST_ROWS = 120
 _MOST_LETTERS = 24  # maximum length of a group's name
 _FONT = "DejaVu Sans"
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A run of tokens; parents come before children."""
-
-    depth: int
-    start: int
-    length: int
-    uses: int
-    is_framed: bool
-    is_hatched: bool
-    is_marked: bool
-    text: str
-    group: str
-
-
-def rows_of(bars: Sequence[Bar]) -> list[tuple[int, int]]:
-    """Return the first row of each bar and its number of rows, which is its number of leaves."""
+def rows_of(bars: Sequence[TreeNode]) -> list[tuple[int, int]]:
+    """Return the first row of each node and its number of rows, which is its number of leaves."""
     rows: list[tuple[int, int]] = [(0, 0)] * len(bars)
     open_bars: list[int] = []
     n_leaves = 0
@@ -50,15 +36,15 @@ def rows_of(bars: Sequence[Bar]) -> list[tuple[int, int]]:
 
     group = None
     for at, bar in enumerate(bars):
-        close(0 if bar.group != group else bar.depth)
-        group = bar.group
+        close(0 if bar.namespace != group else bar.depth)
+        group = bar.namespace
         rows[at] = n_leaves, 1
         open_bars.append(at)
     close(0)
     return rows
 
 
-def draw_tree(bars: Sequence[Bar], title: str) -> Figure:
+def draw_tree(bars: Sequence[TreeNode], title: str) -> Figure:
     """Draw bars from left to right by token, branches below each other."""
     rows = rows_of(bars)
     n_rows = max((first + n for first, n in rows), default=1)
@@ -66,14 +52,14 @@ def draw_tree(bars: Sequence[Bar], title: str) -> Figure:
     n_rows = min(n_rows, _MOST_ROWS)
     figure = new_figure(9, 1.4 + 0.24 * max(n_rows, 2))
     axes = figure.subplots()
-    end = max((bar.start + bar.length for bar, _ in shown), default=1)
+    end = max((bar.start + bar.n_tokens for bar, _ in shown), default=1)
     most = max((bar.uses for bar, _ in shown), default=0)
     for bar, (first, n) in shown:
         _draw(axes, bar, first, min(n, _MOST_ROWS - first), end, most)
     groups: dict[str, list[int]] = {}
     for bar, (first, n) in shown:
         if bar.depth == 0:
-            groups.setdefault(bar.group, []).extend((first, min(first + n, n_rows)))
+            groups.setdefault(bar.namespace, []).extend((first, min(first + n, n_rows)))
     if any(groups):  # more than the default group
         places = [(min(rows) + max(rows)) / 2 - 0.5 for rows in groups.values()]
         names = [_cut(_printable(repr(name)), _MOST_LETTERS) for name in groups]
@@ -97,23 +83,23 @@ def _shade(uses: int, most: int) -> str:
     return f"#{red:02x}{green:02x}{blue:02x}"
 
 
-def _draw(axes: Axes, bar: Bar, first: int, n: int, end: int, most: int) -> None:
+def _draw(axes: Axes, bar: TreeNode, first: int, n: int, end: int, most: int) -> None:
     from matplotlib.patches import Rectangle
 
     axes.add_patch(
         Rectangle(
             (bar.start, first - 0.45),
-            bar.length,
+            bar.n_tokens,
             n - 0.1,
             facecolor=_shade(bar.uses, most),
-            edgecolor="C3" if bar.is_framed else "white",
-            linewidth=1.4 if bar.is_framed else 0.6,
-            hatch="////" if bar.is_hatched else None,
+            edgecolor="C3" if bar.is_held else "white",
+            linewidth=1.4 if bar.is_held else 0.6,
+            hatch="////" if not bar.n_blocks else None,
         )
     )
-    if bar.is_marked:
-        axes.plot(bar.start + bar.length, first + n / 2 - 0.5, "k>", markersize=4, clip_on=False)
-    room = int(bar.length / end * 105)  # 105 letters of this size fit the whole width
+    if bar.has_checkpoint:
+        axes.plot(bar.start + bar.n_tokens, first + n / 2 - 0.5, "k>", markersize=4, clip_on=False)
+    room = int(bar.n_tokens / end * 105)  # 105 letters of this size fit the whole width
     if room >= 4:
         middle = first + n / 2 - 0.5
         dark = most and bar.uses > 0.6 * most
@@ -143,7 +129,7 @@ def _printable(text: str) -> str:
     return "".join(letter if ord(letter) in known and letter >= " " else "·" for letter in text)
 
 
-def _explain(figure: Figure, bars: Sequence[Bar]) -> None:
+def _explain(figure: Figure, bars: Sequence[TreeNode]) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -153,13 +139,13 @@ def _explain(figure: Figure, bars: Sequence[Bar]) -> None:
         handles.append(
             Patch(color=_shade(1, 1), label=f"used {most} times" if most > 1 else "used once")
         )
-    if any(bar.is_framed for bar in bars):
+    if any(bar.is_held for bar in bars):
         handles.append(Patch(facecolor="white", edgecolor="C3", label="held"))
-    if any(bar.is_hatched for bar in bars):
+    if any(not bar.n_blocks for bar in bars):
         handles.append(
             Patch(facecolor=_shade(0, 1), edgecolor="white", hatch="////", label="after last block")
         )
-    if any(bar.is_marked for bar in bars):
+    if any(bar.has_checkpoint for bar in bars):
         handles.append(
             Line2D([], [], color="k", marker=">", linestyle="", markersize=4, label="checkpoint")
         )

@@ -104,10 +104,9 @@ class LiveCells:
         offer.windows = [(first, min(last, n)) for first, last in points.covered() if first < n]
         offer.windows += self.memory.windows(cells.ledger.seq_id, n)
         offer.states = {one.n: EndState(one.state) for one in points.states if one.n <= n}
-        if self.memory.shape.needs_state and n not in offer.states and n == cells.n_held:
-            known = match.end_at(n)
-            if known is None or not known.has_state:
-                offer.states[n] = EndState(self.memory.read_state(cells.ledger.seq_id))
+        is_missing = n not in offer.states and not match.end_at(n).has_state
+        if self.memory.shape.needs_state and is_missing and n == cells.n_held:
+            offer.states[n] = EndState(self.memory.read_state(cells.ledger.seq_id))
 
 
 class Admission:

@@ -20,12 +20,9 @@ from pykvcache.sequence.sequence import LlamaSequence
 __all__ = [
     "as_boundaries",
     "as_namespace",
-    "as_priority",
-    "as_queue_bytes",
     "as_seconds",
     "as_tiers",
     "as_tokens",
-    "as_wait",
 ]
 
 
@@ -50,18 +47,6 @@ def as_boundaries(boundaries: Iterable[SupportsIndex], n: int) -> tuple[int, ...
     return tuple(sorted({as_int(at, "a boundary", 0, n) for at in boundaries}))
 
 
-def as_priority(priority: SupportsIndex) -> int:
-    """Return a priority, of 32 bits."""
-    return as_int(priority, "priority", -(2**31), 2**31 - 1)
-
-
-def as_queue_bytes(value: SupportsIndex | None, ram_bytes: int) -> int:
-    """Return how many bytes may wait to be written; None: half the budget, and 64 MiB at least."""
-    if value is None:
-        return max(ram_bytes // 2, 64 << 20)
-    return as_int(value, "queue_bytes", 0, 2**62)
-
-
 def as_seconds(value: float, name: str, most: float = math.inf) -> float:
     """Return a time from 0 to the most; raises TypeError or ValueError, NaN included."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -71,11 +56,6 @@ def as_seconds(value: float, name: str, most: float = math.inf) -> float:
             f"{name} is {shown(value)}: it must be in [0, {most}]", name, value, most
         )
     return math.inf if value > sys.float_info.max else float(value)
-
-
-def as_wait(value: float | None, name: str, most: float = math.inf) -> float | None:
-    """As `as_seconds`; None stays None."""
-    return None if value is None else as_seconds(value, name, most)
 
 
 def as_tiers(tiers: Sequence[TierInput], *, can_check: bool) -> list[TierInput]:

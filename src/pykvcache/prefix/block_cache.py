@@ -20,7 +20,7 @@ from pykvcache.prefix.policies import Policy
 from pykvcache.prefix.tree import PrefixTree
 from pykvcache.sequence.pool import SequencePool
 
-__all__ = ["CHUNK_BYTES", "NODE_BYTES", "Actions", "BlockCache", "Pin", "Pins"]
+__all__ = ["CHUNK_BYTES", "NODE_BYTES", "Actions", "BlockCache", "Pin"]
 
 #: Overhead in bytes of a node or component, of a chunk, and of an empty cache: measured with
 #: tracemalloc (tests/prefix/test_budgets.py).
@@ -70,11 +70,14 @@ class BlockCache:
         policy: str | Policy,
         root: NameRoot,
         events: EventLog,
+        pool: SequencePool,
     ) -> None:
         self.shape, self.max_bytes = memory.shape, max_bytes
         self.stored = self.removed = 0
         self._policy, self._root = policy, root
-        self._events, self._memory = events, memory
+        self._events, self._memory, self._pool = events, memory, pool
+        #: The pins that hold something.
+        self.pins: dict[Pin, None] = {}
         self._fixed_bytes = min(_FIXED_BYTES, max_bytes // 16)
         self._holds: dict[int, _Owned] = {}
         self._is_changing, self._actions = False, Actions()
@@ -172,6 +175,33 @@ class BlockCache:
         owned = self._holds.get(id(owner))
         return owned is not None and owned.hold.node.parent is not None
 
+    # Pins ---------------------------------------------------------------------------------------
+
+    def pin(self, tokens: bytes, namespace: str, until: float) -> Pin:
+        """Hold the cached prefix of some tokens until a time on the monotonic clock."""
+        with self.change():
+            match = self.tree.match(tokens, namespace)
+            resume = self.tree.resume(match, match.n)
+            pin = Pin(self, resume.n, until)
+            if resume.n:
+                self.tree.use(match, resume)
+                self.hold(pin, match, resume)
+                self.pins[pin] = None  # before that nothing keeps it
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        """Release what a pin holds; takes the pool's lock."""
+        with self._pool:
+            if self.pins.pop(pin, ...) is not ...:
+                with self.change():
+                    self.release(pin)
+
+    def expire_pins(self) -> None:
+        """Release the pins whose time is over."""
+        now = time.monotonic()
+        for pin in [pin for pin in self.pins if pin.is_over(now)]:
+            self.unpin(pin)
+
     # Storing ------------------------------------------------------------------------------------
 
     def insert(
@@ -228,62 +258,22 @@ class BlockCache:
 class Pin:
     """A cached prefix that is not evicted until it is released or expires."""
 
-    def __init__(self, pins: Pins, n_tokens: int, until: float | None) -> None:
-        self._pins, self._n_tokens, self._until = pins, n_tokens, until
+    def __init__(self, blocks: BlockCache, n_tokens: int, until: float) -> None:
+        self._blocks, self._n_tokens, self._until = blocks, n_tokens, until
 
     @property
     def n_tokens(self) -> int:
         """Number of protected tokens; 0 after it was released, expired or cleared."""
-        if self._is_over(time.monotonic()) or not self._pins.keeps(self):
-            return 0
-        return self._n_tokens
+        is_over = self.is_over(time.monotonic()) or not self._blocks.holds(self)
+        return 0 if is_over else self._n_tokens
 
-    def _is_over(self, now: float) -> bool:
-        return self._until is not None and self._until <= now
+    def is_over(self, now: float) -> bool:
+        """Return whether it has expired."""
+        return self._until <= now
 
     def release(self) -> None:
         """Release the prefix; a second call does nothing."""
-        self._pins.release(self)
+        self._blocks.unpin(self)
 
     def __repr__(self) -> str:
         return f"<Pin: {self.n_tokens} tokens>"
-
-
-class Pins:
-    """The pins of one cache."""
-
-    def __init__(self, pool: SequencePool, blocks: BlockCache) -> None:
-        self._pool, self._blocks = pool, blocks
-        #: The pins that keep something.
-        self.some: dict[Pin, None] = {}
-
-    def add(self, tokens: bytes, namespace: str, until: float | None) -> Pin:
-        """Pin the cached prefix of some tokens; the pool's lock is held."""
-        blocks = self._blocks
-        with blocks.change():
-            match = blocks.tree.match(tokens, namespace)
-            resume = blocks.tree.resume(match, match.n)
-            pin = Pin(self, resume.n, until)
-            if resume.n:
-                blocks.tree.use(match, resume)
-                blocks.hold(pin, match, resume)
-                self.some[pin] = None  # before that nothing keeps it
-        return pin
-
-    def keeps(self, pin: Pin) -> bool:
-        """Return whether a pin still keeps something."""
-        return self._blocks.holds(pin)
-
-    def release(self, pin: Pin) -> None:
-        """Release what a pin keeps."""
-        with self._pool:
-            if self.some.pop(pin, ...) is not ...:
-                with self._blocks.change():
-                    self._blocks.release(pin)
-
-    def expire(self) -> None:
-        """Release the pins whose time is over; the pool's lock is held."""
-        if self.some:
-            now = time.monotonic()
-            for pin in [pin for pin in self.some if pin._is_over(now)]:
-                self.release(pin)

@@ -8,9 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
-
-from pykvcache.errors import ArgumentError
 
 __all__ = [
     "TOKEN_SIZE",
@@ -25,11 +22,10 @@ __all__ = [
     "root_name",
     "space_of",
     "split_space",
-    "token_bytes",
     "window_key",
 ]
 
-#: Bytes of a token, as `token_bytes` gives them.
+#: Bytes of a token: tokens are little-endian 32-bit integers in a row.
 TOKEN_SIZE: Final = 4
 
 _FORMAT = b"pykvcache.block.1"
@@ -93,7 +89,7 @@ def block_names(parent: bytes, tokens: bytes, block_bytes: int) -> list[bytes]:
 
 
 class NamedPrompt:
-    """The tokens of a prompt, as `token_bytes` gives them, and the names of its full blocks."""
+    """The tokens of a prompt, as bytes, and the names of its full blocks."""
 
     def __init__(self, root: bytes, tokens: bytes, block_size: int, namespace: str = "") -> None:
         self.root, self.tokens = root, tokens
@@ -121,31 +117,6 @@ def window_key(name: bytes) -> bytes:
 def end_key(name: bytes, tokens: bytes) -> bytes:
     """Return the key of what a memory holds some tokens after the block of that name."""
     return hashlib.sha256(b"pykvcache.end.1" + name + tokens).digest()
-
-
-def token_bytes(tokens: ArrayLike) -> bytes:
-    """Return token ids as little-endian 32-bit integers.
-
-    Raises ValueError for a token that is not in [0, 2**32) and for several dimensions, TypeError
-    for anything but integers.
-    """
-    array: NDArray[np.generic] = np.asarray(tokens)
-    if array.size == 0:
-        return b""
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"tokens are of type {array.dtype}, not integers")
-    if array.ndim != 1:
-        raise ArgumentError(f"tokens have {array.ndim} dimensions, not 1", "tokens", array.ndim, 1)
-    if array.dtype.str not in ("<u4", "|u1"):
-        least, most = array.min().item(), array.max().item()
-        if least < 0 or most >= 2**32:
-            raise ArgumentError(
-                f"token {least if least < 0 else most} is not in [0, {2**32})",
-                "tokens",
-                least if least < 0 else most,
-                2**32 - 1,
-            )
-    return array.astype("<u4", copy=False).tobytes()
 
 
 def is_on_path(tokens: bytes, other: bytes) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, SupportsIndex
@@ -11,12 +12,9 @@ from pykvcache._closing import Closing
 from pykvcache.context import LlamaContext
 from pykvcache.prefix.arguments import (
     as_namespace,
-    as_priority,
-    as_queue_bytes,
     as_seconds,
     as_tiers,
     as_tokens,
-    as_wait,
 )
 from pykvcache.prefix.block_cache import Pin
 from pykvcache.prefix.core import CacheCore
@@ -110,6 +108,10 @@ class PrefixCache(Closing):
         LlamaSequence(context).close()  # raises if this context cannot have sequences
         size = as_int(block_size, "block_size", 1, 2**20)
         most = as_int(ram_bytes, "ram_bytes", 0, 2**62)
+        if tier_seconds is not None:
+            tier_seconds = as_seconds(tier_seconds, "tier_seconds", 3600)
+        if queue_bytes is None:
+            queue_bytes = max(most // 2, 64 << 20)
         self._core = CacheCore(
             context,
             size,
@@ -120,8 +122,8 @@ class PrefixCache(Closing):
             checkpoint_bytes=as_int(checkpoint_bytes, "checkpoint_bytes", 0, 2**62),
             stores=as_tiers(tiers, can_check=context.native.has_layout),
             secret=secret,
-            tier_seconds=as_wait(tier_seconds, "tier_seconds", 3600),
-            queue_bytes=as_queue_bytes(queue_bytes, most),
+            tier_seconds=tier_seconds,
+            queue_bytes=as_int(queue_bytes, "queue_bytes", 0, 2**62),
         )
 
     @property
@@ -171,11 +173,11 @@ class PrefixCache(Closing):
         TypeError, ValueError
             An argument is invalid, or a boundary is beyond the prompt.
         """
-        is_plain = type(priority) is int and abs(priority) < 2**31
-        rank = int(priority) if is_plain else as_priority(priority)
+        if type(priority) is not int or abs(priority) >= 2**31:
+            priority = as_int(priority, "priority", -(2**31), 2**31 - 1)
         core = self._core
         with self._core.pool:
-            sequence = core.open(prompt, namespace, boundaries=boundaries, priority=rank)
+            sequence = core.open(prompt, namespace, boundaries=boundaries, priority=priority)
             if core.has_tiers:
                 core.seek(sequence._request)
         search = sequence._request.search
@@ -239,8 +241,8 @@ class PrefixCache(Closing):
         with self._core.pool:
             space = self._core.space(namespace)
             ids = as_tokens(self.context, tokens)
-            until = None if ttl is None else time.monotonic() + as_seconds(ttl, "ttl")
-            return self._core.pins.add(ids.tobytes(), self._core.current_space(space), until)
+            until = math.inf if ttl is None else time.monotonic() + as_seconds(ttl, "ttl")
+            return self._core.blocks.pin(ids.tobytes(), self._core.current_space(space), until)
 
     def forget(self, tokens: str | TokenInput, *, namespace: str | None = None) -> None:
         """Remove tokens, every continuation of them, and ancestors that no other prompt uses.
@@ -330,7 +332,8 @@ class PrefixCache(Closing):
             Timeout; None waits without limit.
         """
         self._core.check_open()  # without the lock: another thread may be evaluating for long
-        return self._core.link.tiers.flush(as_wait(seconds, "seconds"))
+        limit = math.inf if seconds is None else as_seconds(seconds, "seconds")
+        return self._core.link.tiers.flush(limit)
 
     # Lifetime -------------------------------------------------------------------------------------
 

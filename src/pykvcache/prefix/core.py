@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import SupportsIndex
 
 from pykvcache._arguments import TokenInput
@@ -14,7 +14,7 @@ from pykvcache.context import LlamaContext
 from pykvcache.errors import ArgumentError, ClosedError, DeviceLost
 from pykvcache.prefix.admission import Admission, BlockCheckpoints
 from pykvcache.prefix.arguments import as_boundaries, as_namespace
-from pykvcache.prefix.block_cache import CHUNK_BYTES, NODE_BYTES, BlockCache, Pins
+from pykvcache.prefix.block_cache import CHUNK_BYTES, NODE_BYTES, BlockCache
 from pykvcache.prefix.block_hash import (
     TOKEN_SIZE,
     adapters_digest,
@@ -28,12 +28,12 @@ from pykvcache.prefix.lookup import PromptLookup
 from pykvcache.prefix.memory import CacheMemory
 from pykvcache.prefix.policies import Policy
 from pykvcache.prefix.prefetch import Prefetch, Prefetches
-from pykvcache.prefix.report import ReuseReport
+from pykvcache.prefix.report import COUNTED, ReuseReport
 from pykvcache.prefix.sequence import CachedSequence, Request
 from pykvcache.prefix.stores import Envelope
 from pykvcache.prefix.tier_link import TierLink, least_seconds
 from pykvcache.prefix.tiers.cost_model import EvaluationTime
-from pykvcache.prefix.tiers.loader import Load
+from pykvcache.prefix.tiers.loader import Load, Loaded
 from pykvcache.prefix.tiers.stack import CLOSE_SECONDS, TierInput, Tiers
 from pykvcache.prefix.tiers.writer import Writer
 from pykvcache.sequence.cells import SequenceCells
@@ -41,9 +41,6 @@ from pykvcache.sequence.ledger import Ledger
 from pykvcache.sequence.pool import pool_of
 
 __all__ = ["CacheCore"]
-
-#: What of reports is summed up.
-_COUNTED = ("n_tokens", "live", "ram", "disk", "remote", "evaluated")
 
 _cores: weakref.WeakKeyDictionary[LlamaContext, weakref.ref[CacheCore]] = (
     weakref.WeakKeyDictionary()
@@ -79,7 +76,7 @@ class CacheCore:
         self.keep_logits, self.has_tiers = keep_logits, len(stores) > 0
         #: Requests since the beginning, those of which anything was known, and their sums.
         self.n_requests = self.n_hits = 0
-        self.sums = dict.fromkeys(_COUNTED, 0)
+        self.sums = dict.fromkeys(COUNTED, 0)
         #: The requests whose sequences are in use, the oldest first.
         self.live: weakref.WeakKeyDictionary[Request, None] = weakref.WeakKeyDictionary()
         self._memory = memory = CacheMemory(
@@ -99,7 +96,8 @@ class CacheCore:
             )
 
         self.events = EventLog(min(ram_bytes // 64, 16 << 20), later=self.pool.later)
-        self.blocks = BlockCache(memory, ram_bytes, policy, root, self.events)
+        self.blocks = BlockCache(memory, ram_bytes, policy, root, self.events, self.pool)
+        ref = weakref.ref(context)  # threads of tiers do not keep the context alive
         self.link = TierLink(
             Tiers(
                 stores,
@@ -111,7 +109,7 @@ class CacheCore:
                 ),
                 queue_bytes,
                 self.events.add,
-                _progress_of(context),
+                lambda: 0 if (ctx := ref()) is None else ctx.tokens_evaluated,
                 # Queued blocks stay in memory even after their eviction.
                 ram_bytes // 4 or None,
             ),
@@ -122,7 +120,6 @@ class CacheCore:
             tier_seconds,
             n_row=context.model.n_vocab if keep_logits else 0,
         )
-        self.pins = Pins(self.pool, self.blocks)
         self._namespace = namespace
         self._checkpoints = BlockCheckpoints(
             checkpoint_bytes,
@@ -164,8 +161,7 @@ class CacheCore:
 
         Arguments are as for `PrefixCache.sequence`; ``keep`` as for `CachedSequence.close`.
         """
-        self.check_open()
-        space = self._namespace if namespace is None else as_namespace(namespace)
+        space = self.space(namespace)
         cells = SequenceCells(self.pool, Ledger(), self._checkpoints)
         request = Request(cells, space, space, priority)
         self._enter(request)
@@ -176,8 +172,8 @@ class CacheCore:
         if not isinstance(boundaries, tuple) or boundaries:
             request.boundaries = as_boundaries(boundaries, len(request))
         request.keep = keep
-        if self.pins.some:
-            self.pins.expire()
+        if self.blocks.pins:
+            self.blocks.expire_pins()
         self._lookup.begin(request)
         self.live[request] = None
         if prompt is not None:
@@ -212,8 +208,8 @@ class CacheCore:
         """Keep what was evaluated for a request: called when its sequence is closed."""
         if self._native.adapter_names or self._adapters:
             self._enter(request)
-        if self.pins.some:
-            self.pins.expire()
+        if self.blocks.pins:
+            self.blocks.expire_pins()
         if request.search is not None:
             self.cancel_search(request)
         if request in self.live:
@@ -227,12 +223,7 @@ class CacheCore:
         if not request.is_searched:
             request.is_searched = True
             if self.has_tiers:
-                ref = weakref.WeakMethod(self.deliver)  # a search does not keep the cache alive
-
-                def deliver(load: Load) -> None:
-                    if (found := ref()) is not None:
-                        found(load)
-
+                deliver = weakref.WeakMethod(self.deliver)  # a search does not keep the cache alive
                 request.search = self.link.search(
                     request.tokens, request.space, request.usable, deliver
                 )
@@ -257,20 +248,18 @@ class CacheCore:
         search, request.search = request.search, None
         if search is None:
             return
+        found, old = Loaded(), request.report
         if search.is_cancelled:
-            if request.reason is not None:
-                request.reason.obstacles.append("its tokens were forgotten during the search")
-            return
-        if not search.leave():  # what comes later is delivered
-            if request.reason is not None:
-                request.reason.obstacles.append("tiers had not answered in time")
-            return
+            obstacles = ["its tokens were forgotten during the search"]
+        elif not search.leave():  # what comes later is delivered
+            obstacles = ["tiers had not answered in time"]
+        else:
+            found, obstacles = search.found, search.obstacles
         if request.reason is not None:
-            request.reason.obstacles += search.obstacles
-        found, old = search.found, request.report
-        self._enter(request)
+            request.reason.obstacles += obstacles
         if request not in self.live or found.n <= request.usable:
             return
+        self._enter(request)
         self.link.keep(search, request)
         request.cells.release()
         self._lookup.begin(request)
@@ -387,7 +376,7 @@ class CacheCore:
         """Count the report of a request, in place of an old one."""
         if request.is_counted:
             new = request.report
-            for name in _COUNTED:
+            for name in COUNTED:
                 self.sums[name] += getattr(new, name) - getattr(old, name)
             self.n_hits += (new.evaluated < new.n_tokens) - (old.evaluated < old.n_tokens)
 
@@ -430,17 +419,6 @@ class CacheCore:
             raise ClosedError("the context of this cache is closed")
         if self._is_closed:
             raise ClosedError("the cache is closed")
-
-
-def _progress_of(ctx: LlamaContext) -> Callable[[], int]:
-    """Return what tells how many tokens were evaluated; it does not keep the context alive."""
-    ref = weakref.ref(ctx)
-
-    def progress() -> int:
-        context = ref()
-        return 0 if context is None else context.tokens_evaluated
-
-    return progress
 
 
 #: Those with tiers, which have something to write when the interpreter exits.

@@ -116,7 +116,7 @@ class Stored:
     parent
         Name of the block before the first; None at the beginning of a prompt.
     tokens
-        Of all the blocks, as `token_bytes` gives them.
+        Of all the blocks, as little-endian 32-bit integers.
     """
 
     root: bytes
@@ -212,15 +212,11 @@ class EventLog:
             if self._has_gap:
                 self._has_gap = False
                 return AllBlocksCleared()
-            return self._taken()
-
-    def _taken(self) -> CacheEvent | Stored | None:
-        """Take out the oldest event; the lock is held."""
-        if not self._events:
-            return None
-        event, size = self._events.popleft()
-        self._nbytes -= size
-        return event
+            if not self._events:
+                return None
+            event, size = self._events.popleft()
+            self._nbytes -= size
+            return event
 
     def add(self, event: CacheEvent | Stored) -> None:
         """Let an event wait to be taken out, and call the subscribers."""
@@ -230,7 +226,7 @@ class EventLog:
             self._nbytes += size
             while self._nbytes > self.max_bytes:
                 self._has_gap = True
-                self._taken()
+                self._nbytes -= self._events.popleft()[1]
         if self._callbacks:
             self._say(self._callbacks, _public(event))
 

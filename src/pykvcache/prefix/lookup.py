@@ -89,11 +89,10 @@ def plan_begin(tree: PrefixTree, match: Match, live: Live, n_tokens: int) -> Beg
     """Return how a prompt begins, of what memory (match) and sequences in use (live) have of it."""
     # Logits are made by a decode: the last token is evaluated where they are not known.
     resume, row = tree.resume(match, n_tokens - 1), None
-    end = match.end_at(n_tokens) if match.n == n_tokens and match.is_whole else None
-    if end is not None and end.row is not None:
+    if match.n == n_tokens and (known := match.end_at(n_tokens).row) is not None:
         whole = tree.resume(match, n_tokens)
         if whole.n == n_tokens:
-            resume, row = whole, end.row
+            resume, row = whole, known
     if (parent := live.parent) is None:
         return Begin(None, 0, resume, row)
     own_row = parent.row_at(n_tokens) if live.n == n_tokens else None

@@ -7,7 +7,7 @@ from typing import Any
 
 from pykvcache._ranges import Range
 from pykvcache.prefix.block_hash import TOKEN_SIZE
-from pykvcache.prefix.node import Component, EndState, Kind, Node
+from pykvcache.prefix.node import NO_STATE, Component, EndState, Kind, Node
 
 __all__ = ["Chunk", "Hold", "Match", "Offer", "Plan", "Resume"]
 
@@ -40,7 +40,7 @@ class Match:
         if self.n == node.end:
             latest, at = -1, 0
             for child in self.node.children.values():
-                if child.attention is not None and child.attention.last_use > latest:
+                if child.attention.last_use > latest:
                     latest, node = child.attention.last_use, child
             if latest < 0:
                 return None
@@ -62,13 +62,13 @@ class Match:
             if node.state is not None and node.state.chunks[0].has_state and node.end <= self.n
         ]
 
-    def end_at(self, n: int) -> EndState | None:
-        """Return the state and logits after n tokens; None where there are none."""
+    def end_at(self, n: int) -> EndState:
+        """Return the state and logits after n tokens, where they are known."""
         for node in self.node.path():
             if node.end == n <= self.n and node.state is not None:
                 end: EndState = node.state.chunks[0]
                 return end
-        return None
+        return NO_STATE
 
     def chunks(self, kind: Kind, begin: int, end: int) -> tuple[int, list[Chunk]]:
         """Return where the first chunk begins, and the cells of the tokens of ``[begin, end)``.

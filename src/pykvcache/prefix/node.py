@@ -25,6 +25,7 @@ from pykvcache._ranges import Range, deepest
 from pykvcache.prefix.block_hash import TOKEN_SIZE, block_names
 
 __all__ = [
+    "NO_STATE",
     "Component",
     "EndState",
     "Kind",
@@ -145,10 +146,8 @@ class EndState:
         """Bytes of both."""
         return sum(one.nbytes for one in (self.state, self.row) if one is not None)
 
-    def adds_to(self, other: EndState | None) -> bool:
+    def adds_to(self, other: EndState) -> bool:
         """Return whether it has something that another one has not."""
-        if other is None:
-            return self.state is not None or self.row is not None
         return (other.state is None and self.has_state) or (
             other.row is None and self.row is not None
         )
@@ -157,6 +156,10 @@ class EndState:
         """Return what either has; of both that of the other one."""
         state = self.state if other.state is None else other.state
         return EndState(state, self.row if other.row is None else other.row)
+
+
+#: Where neither is known.
+NO_STATE = EndState()
 
 
 def cut(begin: int, end: int, block_size: int) -> list[int]:
@@ -241,7 +244,7 @@ class Component:
     def parent(self) -> Component | None:
         """The attention component before it; None at the beginning of a prompt."""
         node = self.node if self.kind else self.node.parent
-        return None if node is None else node.attention
+        return None if node is None or node.is_root else node.attention
 
     @property
     def n_missing(self) -> int:
@@ -284,11 +287,13 @@ class Node:
     children : dict of bytes to Node
         What follows, by its first token.
     tokens : bytes
-        Its tokens, as `token_bytes` gives them.
+        Its tokens, as little-endian 32-bit integers.
     start, end : int
         Tokens of the path before its first one, and up to its last one.
-    attention, window, state : Component or None
-        What it holds. Every node in a tree but a root has attention cells.
+    attention : Component
+        Its attention cells, which the tree gives it; a root has none.
+    window, state : Component or None
+        What else it holds.
     namespace : str or None
         Of a root: whose paths begin here.
     is_parting : bool
@@ -315,7 +320,7 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.tokens = tokens
         self.start, self.end = start, start + len(tokens) // TOKEN_SIZE
-        self.attention: Component | None = None
+        self.attention: Component
         self.window: Component | None = None
         self.state: Component | None = None
         self.namespace: str | None = None

@@ -29,6 +29,8 @@ class Prefetch:
     ----------
     n_tokens : int
         How many tokens of the prompt came.
+    is_cancelled : bool
+        Whether it was cancelled.
     tokens, namespace
         The prompt, and whose it is.
     load
@@ -39,7 +41,7 @@ class Prefetch:
         self.n_tokens = 0
         self.tokens, self.namespace = tokens, namespace
         self.load: Load | None = None
-        self._is_cancelled = False
+        self.is_cancelled = False
         self._done = threading.Event()
         self._pid = os.getpid()
 
@@ -47,11 +49,6 @@ class Prefetch:
     def is_done(self) -> bool:
         """Whether nothing more will come."""
         return self._done.is_set()
-
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether it was cancelled."""
-        return self._is_cancelled
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until nothing more will come; False where that takes more than so many seconds."""
@@ -62,7 +59,7 @@ class Prefetch:
 
     def cancel(self) -> None:
         """Let it end after what is being read; nothing of it is kept."""
-        self._is_cancelled = True
+        self.is_cancelled = True
         if self.load is not None:
             self.load.cancel()
 
@@ -71,7 +68,7 @@ class Prefetch:
         self._done.set()
 
     def __repr__(self) -> str:
-        state = "done" if self.is_done else "cancelled" if self._is_cancelled else "under way"
+        state = "done" if self.is_done else "cancelled" if self.is_cancelled else "under way"
         return f"<Prefetch: {state}, {self.n_tokens} tokens came>"
 
 
@@ -90,18 +87,10 @@ class Prefetches:
                 one.end()
                 return
             self._waiting.append(one)
-            if self._is_working:
-                return
-            self._is_working = True
-        thread = threading.Thread(
-            target=self._work, args=(core,), name="pykvcache-prefetch", daemon=True
-        )
-        try:
-            thread.start()
-        except RuntimeError:  # the system gives no thread
-            self._is_working = False
-            self._waiting.clear()
-            one.end()
+            if not self._is_working:
+                name = "pykvcache-prefetch"
+                threading.Thread(target=self._work, args=(core,), name=name, daemon=True).start()
+                self._is_working = True
 
     def cancel(self, tokens: bytes = b"", namespace: str | None = None) -> None:
         """Cancel the prompts of a namespace, or of all, that some tokens are part of."""

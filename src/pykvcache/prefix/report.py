@@ -10,8 +10,10 @@ from pykvcache.model import LlamaModel
 from pykvcache.prefix.tiers.tier import TierStats
 from pykvcache.sequence.text import piece_of, text_of
 
-__all__ = ["BEFORE", "CacheStats", "Difference", "Reason", "ReuseReport"]
+__all__ = ["BEFORE", "COUNTED", "CacheStats", "Difference", "Reason", "ReuseReport"]
 
+#: The figures of a report that are summed up.
+COUNTED = ("n_tokens", "live", "ram", "disk", "remote", "evaluated")
 #: Tokens of text that are shown before the one that differs.
 BEFORE = 8
 
@@ -50,14 +52,7 @@ class ReuseReport:
 
     def plus(self, other: ReuseReport) -> ReuseReport:
         """Return the sums of two reports."""
-        return ReuseReport(
-            self.n_tokens + other.n_tokens,
-            live=self.live + other.live,
-            ram=self.ram + other.ram,
-            disk=self.disk + other.disk,
-            remote=self.remote + other.remote,
-            evaluated=self.evaluated + other.evaluated,
-        )
+        return ReuseReport(**{name: getattr(self, name) + getattr(other, name) for name in COUNTED})
 
     def _repr_html_(self) -> str:
         parts = [(name, getattr(self, name)) for name in ("live", "ram", "disk", "remote")]

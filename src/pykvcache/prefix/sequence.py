@@ -68,7 +68,7 @@ class Request:
 
     @property
     def tokens(self) -> bytes:
-        """All its tokens, as `token_bytes` gives them."""
+        """All its tokens, as little-endian 32-bit integers."""
         return self.cells.ledger.part(0, len(self)).tobytes()
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 import numpy as np
@@ -23,10 +23,10 @@ from pykvcache.prefix.block_hash import (
 )
 from pykvcache.prefix.match import Match, Offer
 from pykvcache.prefix.memory import Buffer, CacheMemory
-from pykvcache.prefix.node import EndState, Kind
+from pykvcache.prefix.node import NO_STATE, EndState, Kind
 from pykvcache.prefix.report import ReuseReport
 from pykvcache.prefix.tiers.cost_model import EvaluationTime
-from pykvcache.prefix.tiers.loader import End, Load, Loaded, Wanted
+from pykvcache.prefix.tiers.loader import Deliver, End, Load, Loaded, Wanted
 from pykvcache.prefix.tiers.stack import Record, Tiers
 
 __all__ = ["TierLink", "least_seconds"]
@@ -112,18 +112,16 @@ class TierLink:
 
     # Up -----------------------------------------------------------------------------------------
 
-    def search(
-        self, tokens: bytes, namespace: str, known: int, deliver: Callable[[Load], object]
-    ) -> Load | None:
+    def search(self, tokens: bytes, namespace: str, known: int, deliver: Deliver) -> Load | None:
         """Begin to load what memory lacks of a prompt; None where waiting does not pay.
 
         A request waits for a tenth of its evaluation at most (0.1 s until one was timed), or as
         long as was set by hand. Where loading is thought to take longer, nothing is asked for; but
         now and then in the background, to learn. ``known`` tokens need no evaluation without the
-        tiers. A thread calls ``deliver`` with what comes too late.
+        tiers. A thread calls what ``deliver`` refers to with what comes too late.
         """
         n, shape = len(tokens) // TOKEN_SIZE, self._memory.shape
-        if not self.has_tiers or n - 1 <= known or n < shape.block_size:
+        if n - 1 <= known or n < shape.block_size:
             return None
         wanted = self._wanted(tokens, namespace, known)
         evaluation = self.evaluation.seconds(known, n)
@@ -162,7 +160,7 @@ class TierLink:
         cell = max(1, shape.attention_bytes + shape.chunk_bytes // shape.block_size)
         most = self._blocks.max_bytes // cell
         wanted = self._wanted(tokens, namespace, known, most)
-        return Load(self.tiers.tiers, wanted, lambda load: None)
+        return Load(self.tiers.tiers, wanted)
 
     def _wanted(self, tokens: bytes, namespace: str, known: int, most: int | None = None) -> Wanted:
         """Return what a prompt could use that is not in memory: ``most`` tokens of it."""
@@ -212,7 +210,7 @@ class TierLink:
     def _end_state(self, found: Loaded) -> EndState:
         """Return the state and the logits after what came; raises where the memory refuses them."""
         if found.end is None:
-            return EndState()
+            return NO_STATE
         end, state = found.end[0], None
         if self._memory.shape.needs_state and end.state is not None:
             state = self._memory.make_state(end.state, found.n)
@@ -331,9 +329,7 @@ class _Out:
         return parts[0]
 
     def _state(self, end: int) -> EndState:
-        found = self._states.get(end) or EndState()
-        known = self.match.end_at(end)
-        return found if known is None else found.with_all_of(known)
+        return self._states.get(end, NO_STATE).with_all_of(self.match.end_at(end))
 
     def has_end(self, end: int) -> bool:
         """Return whether an end needs a record in addition to its full blocks."""

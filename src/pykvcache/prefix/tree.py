@@ -23,7 +23,7 @@ from pykvcache.prefix.node import (
 )
 from pykvcache.prefix.policies import Policy, make_policy
 
-__all__ = ["Hold", "Offer", "Plan", "PrefixTree"]
+__all__ = ["PrefixTree"]
 
 
 class PrefixTree:
@@ -51,7 +51,7 @@ class PrefixTree:
     ) -> None:
         self.shape = shape
         self.clock = 0
-        self.n_bytes = self.n_blocks = self.n_nodes = 0
+        self.n_bytes = self.n_blocks = 0
         self.n_states = 0  # recurrent ones
         self.evicted_bytes = 0  # since the cache set it back
         self.removed: list[bytes] = []
@@ -106,11 +106,9 @@ class PrefixTree:
         if match.n < match.node.end:
             # The prompt parts within a node, or ends there.
             self._split_at_chunk(match.node, match.n)
-            assert match.node.attention is not None
             self.policy.passed(match.node.attention)
         node = self._node_of(match.node, resume.n)
         for each in self._split_at_chunk(node, resume.n).path():
-            assert each.attention is not None
             self._count_use(each.attention, priority)
         if resume.window_first < resume.n:
             for one in self._windows(node, resume.window_first, resume.n):
@@ -169,7 +167,6 @@ class PrefixTree:
     @staticmethod
     def _chunk_before(node: Node, n: int) -> int:
         """Return the last end of a chunk of a node at n tokens or before, or its start."""
-        assert node.attention is not None
         at = node.start
         for size in node.attention.sizes:
             if at + size > n:
@@ -186,9 +183,7 @@ class PrefixTree:
     def _split(self, node: Node, at: int) -> Node:
         """Split a node after some tokens of its path; return the new node of the first ones."""
         head = node.split(at - node.start, self.shape.block_size)
-        self.n_nodes += 1
         self.n_bytes += self.shape.node_bytes
-        assert node.attention is not None
         head.attention = self._split_component(node.attention, head)
         if node.window is not None and node.window.start < at:
             one = head.window = self._split_component(node.window, head)
@@ -277,7 +272,6 @@ class PrefixTree:
         if is_use:
             self.clock += 1
             for node in hold.node.path():
-                assert node.attention is not None
                 node.attention.last_use = self.clock
         for one in released:
             if is_use:
@@ -291,7 +285,7 @@ class PrefixTree:
     def _held_by(hold: Hold) -> list[Component]:
         """Return the components that a hold keeps; none once they were cleared."""
         node = hold.node
-        if node.parent is None or node.attention is None:
+        if node.parent is None:
             return []
         found = [node.attention]
         if hold.state is not None:
@@ -425,7 +419,6 @@ class PrefixTree:
             self._boundary(self._node_of(node, plan.parting), plan.parting).is_parting = True
         has_more = not self.shape.is_plain
         for each in node.path():
-            assert each.attention is not None
             each.attention.last_use = self.clock
             has_more |= each.state is not None
         if has_more:
@@ -472,10 +465,10 @@ class PrefixTree:
         if parent.is_root:
             self._keep_root(parent)
         parent.children[tokens[:TOKEN_SIZE]] = node
-        self.n_nodes += 1
         self.n_blocks += node.n_blocks(self.shape.block_size)
         self.n_bytes += self._overhead(node)
-        one = node.attention = self._new(node, Kind.ATTENTION, priority)
+        weight = self.shape.weight
+        one = node.attention = Component(node, Kind.ATTENTION, self.clock, weight, priority)
         one.sizes = cut(node.start, node.end, self.shape.block_size)
         one.chunks = [None] * len(one.sizes)
         self._count(one)
@@ -487,8 +480,12 @@ class PrefixTree:
         """Return the bytes of a node without its components' contents."""
         return self.shape.node_bytes + len(node.tokens) if self.shape.node_bytes else 0
 
-    def _new(self, node: Node, kind: Kind, priority: int) -> Component:
-        return Component(node, kind, self.clock, self.shape.weight, priority)
+    def _new_spare(self, node: Node, kind: Kind, priority: int) -> Component:
+        one = Component(node, kind, self.clock, self.shape.weight, priority)
+        one.is_spare = True
+        self._spare[one] = None
+        self.n_bytes += self.shape.node_bytes
+        return one
 
     def _add_windows(self, node: Node, first: int, last: int, priority: int) -> None:
         """Add spare window cells for tokens of a path that has none for them."""
@@ -519,10 +516,7 @@ class PrefixTree:
         if begin >= end:
             return
         if one is None:
-            one = node.window = self._new(node, Kind.WINDOW, priority)
-            one.is_spare = True
-            self._spare[one] = None
-            self.n_bytes += self.shape.node_bytes
+            one = node.window = self._new_spare(node, Kind.WINDOW, priority)
         sizes = cut(begin, end, self.shape.block_size)
         one.sizes, one.chunks = [*sizes, *one.sizes], [None] * len(sizes) + one.chunks
         self._count(one)
@@ -532,10 +526,7 @@ class PrefixTree:
         before = next((at.end for at in node.path() if at is not node and at.state), 0)
         one = node.state
         if one is None:
-            one = node.state = self._new(node, Kind.STATE, priority)
-            one.is_spare = True
-            self._spare[one] = None
-            self.n_bytes += self.shape.node_bytes
+            one = node.state = self._new_spare(node, Kind.STATE, priority)
             one.chunks = [EndState()]
         known = one.chunks[0]
         one.chunks = [end.with_all_of(known)]
@@ -614,7 +605,6 @@ class PrefixTree:
 
     def _shorten(self, node: Node, n_tokens: int) -> None:
         """Keep the first tokens of a leaf, and what belongs to them."""
-        assert node.attention is not None
         if node.state is not None:
             self._drop(node.state)
         if node.window is not None:
@@ -644,11 +634,10 @@ class PrefixTree:
             return
         parent, node.parent = node.parent, None
         assert parent is not None
-        self.n_nodes -= 1
         del parent.children[key]
         if parent.is_root:
             self._forget_root(parent)
-        elif parent.attention is not None and parent.attention.is_evictable:
+        elif parent.attention.is_evictable:
             self.policy.evictable(parent.attention)
 
     def _tell_removing(self, one: Component, n_tokens: int) -> None:
@@ -665,7 +654,6 @@ class PrefixTree:
             self._count(one)
 
     def _drop(self, one: Component) -> None:
-        """Drop a window or a state."""
         self._tell_removing(one, one.n_tokens)
         if one.is_spare:
             del self._spare[one]
@@ -701,21 +689,15 @@ class PrefixTree:
 
     def _is_needed(self, node: Node) -> bool:
         """Return whether a node has followers or holders, or a prompt can go on from its end."""
-        if node.children or (node.attention is not None and node.attention.held):
-            return True
-        return is_resumable(self.shape, node)
+        return bool(node.children or node.attention.held) or is_resumable(self.shape, node)
 
     def _drop_incomplete(self, top: Node, lost: list[Node]) -> None:
-        """Drop window cells of a node, and of what follows it, that are in no complete window."""
+        """Drop windows that are not complete, from a node on, and the states at their ends."""
         for node in incomplete(self.shape, top):
-            self._drop_from(node, lost)
-
-    def _drop_from(self, node: Node, lost: list[Node]) -> None:
-        """Drop the window and the state of a node that nothing goes on from."""
-        for one in (node.window, node.state):
-            if one is not None and not one.held:
-                self._drop(one)
-                lost.append(node)
+            for one in (node.window, node.state):
+                if one is not None and not one.held:
+                    self._drop(one)
+                    lost.append(node)
 
     # All of it ----------------------------------------------------------------------------------
 
@@ -749,7 +731,7 @@ class PrefixTree:
 
     def _drop_leaf(self, node: Node) -> bool:
         """Drop a node that nothing follows or holds; return whether it left."""
-        if node.attention is None or not node.attention.is_evictable:
+        if not node.attention.is_evictable:
             return False
         before = node.parent
         self._shorten(node, 0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pykvcache._drawing.tree import Bar, draw_tree
+from pykvcache._drawing.tree import draw_tree
 from pykvcache.model import LlamaModel
 from pykvcache.prefix.block_hash import TOKEN_SIZE, namespace_of
 from pykvcache.prefix.node import Node
@@ -137,19 +137,15 @@ def view_tree(tree: PrefixTree, model: LlamaModel, namespace: str | None) -> Cac
             if node is not root:
                 space = namespace_of(str(root.namespace))
                 nodes.append(_view(node, depth, space, tree, model, node in held))
-            children = sorted(node.children.values(), key=_created, reverse=True)
+            children = list(node.children.values())
+            children.sort(key=lambda child: child.attention.created, reverse=True)
             waiting += [(child, depth + 1) for child in children]
     return CacheTree(tuple(nodes), tree.shape.block_size)
-
-
-def _created(node: Node) -> int:
-    return 0 if node.attention is None else node.attention.created
 
 
 def _view(
     node: Node, depth: int, namespace: str, tree: PrefixTree, model: LlamaModel, is_held: bool
 ) -> TreeNode:
-    assert node.attention is not None
     end = node.state.chunks[0] if node.state is not None else None
     return TreeNode(
         namespace,
@@ -176,18 +172,4 @@ def _beginning(tokens: bytes, model: LlamaModel) -> str:
 
 def plot_tree(view: CacheTree, title: str) -> Figure:
     """Draw a view: tokens from left to right, branches below each other; needs matplotlib."""
-    bars = [
-        Bar(
-            node.depth,
-            node.start,
-            node.n_tokens,
-            node.uses,
-            node.is_held,
-            not node.n_blocks,
-            node.has_checkpoint,
-            node.text,
-            node.namespace,
-        )
-        for node in view
-    ]
-    return draw_tree(bars, title)
+    return draw_tree(view.nodes, title)

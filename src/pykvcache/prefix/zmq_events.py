@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any, SupportsIndex
 
@@ -90,8 +89,6 @@ class EventPublisher(Closing):
         An address cannot be bound.
     TypeError, ValueError
         An argument is wrong, or the cache is closed.
-    RuntimeError
-        The system gives no thread.
     """
 
     def __init__(
@@ -129,25 +126,18 @@ class EventPublisher(Closing):
         self._wake = threading.Event()
         self._closed = False
         self._context = zmq.Context()
-        self._sockets: list[Any] = []
         self._bound: list[str] = []
-        self._stop: Callable[[], None] = lambda: None
-        self._thread = threading.Thread(target=self._work, name="pykvcache-events", daemon=True)
+        self._replay: Any = None
         try:
             self._publish = self._bind(zmq.PUB, endpoint, "endpoint")
-            self._replay = (
-                None
-                if replay_endpoint is None
-                else self._bind(zmq.ROUTER, replay_endpoint, "replay_endpoint")
-            )
-            self._stop = cache.events.subscribe(self._note)
-            self._thread.start()
+            if replay_endpoint is not None:
+                self._replay = self._bind(zmq.ROUTER, replay_endpoint, "replay_endpoint")
         except BaseException:
-            # Neither a subscription nor an address is left.
-            self._stop()
-            self._closed = True
-            self._context.destroy(0)
+            self._context.destroy(0)  # no address stays bound
             raise
+        self._stop = cache.events.subscribe(self._note)
+        self._thread = threading.Thread(target=self._work, name="pykvcache-events", daemon=True)
+        self._thread.start()
 
     @property
     def endpoint(self) -> str:
@@ -162,7 +152,6 @@ class EventPublisher(Closing):
     def _bind(self, kind: int, endpoint: str, name: str) -> Any:
         as_text(endpoint, name)
         socket: Any = self._context.socket(kind)
-        self._sockets.append(socket)
         socket.setsockopt(self._zmq.LINGER, 0)
         try:
             socket.bind(endpoint)
@@ -216,7 +205,7 @@ class EventPublisher(Closing):
     def _answer(self) -> None:
         replay = self._replay
         try:
-            while replay is not None:
+            while True:
                 who, *_, first = replay.recv_multipart(self._zmq.NOBLOCK)
                 begin = int.from_bytes(first, "big")
                 for number, payload in list(self._sent):
@@ -232,5 +221,5 @@ class EventPublisher(Closing):
         if os.getpid() == self._pid:
             self._stop()
             self._closed = True
-            self._wake.set()  # again in a second call: Ctrl-C may have come before it
+            self._wake.set()
             self._thread.join(5)

@@ -360,7 +360,6 @@ class SealedStore(BlockStore):
         return found
 
     def _reject(self, name: bytes, why: Rejection) -> None:
-        """Count a refused block, and remove it."""
         self.rejections[why] += 1
         self.counters.add(rejected=1)
         if why not in _READABLE_BY_OTHERS:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +22,12 @@ from pykvcache.prefix.tiers.tier import GROUP_BYTES, Tier
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["END_OVERHEAD", "End", "Load", "Loaded", "Wanted"]
+__all__ = ["END_OVERHEAD", "Deliver", "End", "Load", "Loaded", "Wanted"]
 
 Bytes = npt.NDArray[np.uint8]
+
+#: Refers to what takes a search that came too late; None once that is gone.
+Deliver: TypeAlias = Callable[[], "Callable[[Load], object] | None"]
 
 # After how many places that turn out to be of no use the search is given up.
 _MAX_TRIES = 3
@@ -183,15 +186,6 @@ class Loaded:
         return n
 
 
-@dataclass
-class _Span:
-    """Consecutive blocks that one tier has."""
-
-    tier: Tier
-    begin: int
-    end: int
-
-
 class Load:
     """One search of the tiers, the nearest first. `start` lets a thread make it.
 
@@ -201,7 +195,7 @@ class Load:
     """
 
     def __init__(
-        self, tiers: Sequence[Tier], wanted: Wanted, deliver: Callable[[Load], object]
+        self, tiers: Sequence[Tier], wanted: Wanted, deliver: Deliver = lambda: None
     ) -> None:
         self.tiers, self.wanted = tiers, wanted
         self.found = Loaded()
@@ -215,11 +209,8 @@ class Load:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Let a thread search; where the system gives none, nothing is found."""
-        try:
-            threading.Thread(target=self.run, name="pykvcache-load", daemon=True).start()
-        except RuntimeError:
-            self.done.set()
+        """Let a thread search."""
+        threading.Thread(target=self.run, name="pykvcache-load", daemon=True).start()
 
     @property
     def left(self) -> float:
@@ -245,13 +236,14 @@ class Load:
             with self._lock:
                 self.done.set()
                 is_late = self._is_late
-            if is_late and not self.is_cancelled and self.found.n:
-                self._deliver(self)
+            is_wanted = is_late and not self.is_cancelled and self.found.n > 0
+            if is_wanted and (deliver := self._deliver()) is not None:
+                deliver(self)
 
     def _search(self) -> None:
         wanted, size = self.wanted, self.wanted.shape.block_size
         spans = self._look()
-        depth = spans[-1].end if spans else wanted.begin
+        depth = spans[-1][1].stop if spans else wanted.begin
         n, end = self._place(depth)
         if n <= wanted.known:
             if spans and not wanted.shape.is_plain:
@@ -265,17 +257,16 @@ class Load:
         has_all = [self._read_windows(found), self._read_attention(found, spans)]
         if not all(has_all):
             return
-        for span in spans:
-            blocks = [at for at in range(span.begin, span.end) if at in found.attention]
-            span.tier.notices.stored(wanted.prompt, blocks)
+        for tier, blocks in spans:
+            tier.notices.stored(wanted.prompt, [at for at in blocks if at in found.attention])
         self.found = found
 
-    def _look(self) -> list[_Span]:
-        """Find out which attention blocks are there: each tier goes on where the one above ends."""
-        spans, at = list[_Span](), self.wanted.begin
+    def _look(self) -> list[tuple[Tier, range]]:
+        """Return which attention blocks are where: each tier goes on where the one above ends."""
+        spans, at = list[tuple[Tier, range]](), self.wanted.begin
         for tier in self.tiers:
             if n := tier.contains(self.wanted.prompt.names[at : self.wanted.n_blocks]):
-                spans.append(_Span(tier, at, at + n))
+                spans.append((tier, range(at, at + n)))
                 at += n
         return spans
 
@@ -363,17 +354,17 @@ class Load:
             blocks = blocks[len(read) :]
         return not blocks
 
-    def _read_attention(self, found: Loaded, spans: Sequence[_Span]) -> bool:
+    def _read_attention(self, found: Loaded, spans: Sequence[tuple[Tier, range]]) -> bool:
         """Read the attention cells before a place, the first ones first.
 
         Where some do not come, a memory without windows and states goes on from those before.
         """
         wanted, size = self.wanted, self.wanted.shape.block_size
-        for span in spans:
-            blocks = list(range(span.begin, min(span.end, found.n // size)))
-            keys = wanted.prompt.names[span.begin : span.begin + len(blocks)]
-            read = self._read(span.tier, Kind.ATTENTION, blocks, keys)
-            found.attention.update((at, (cells, span.tier)) for at, cells in read)
+        for tier, there in spans:
+            blocks = [at for at in there if at < found.n // size]
+            keys = [wanted.prompt.names[at] for at in blocks]
+            read = self._read(tier, Kind.ATTENTION, blocks, keys)
+            found.attention.update((at, (cells, tier)) for at, cells in read)
             if len(read) < len(blocks):
                 found.n, found.end = (blocks[0] + len(read)) * size, None
                 return wanted.shape.is_plain and found.n > wanted.known

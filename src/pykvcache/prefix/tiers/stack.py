@@ -60,7 +60,7 @@ class Tiers:
 
     def estimate(self, n_bytes: int) -> float:
         """Return how many seconds reading so much is thought to take: of the fastest tier."""
-        return min(tier.estimate(n_bytes) for tier in self.tiers)
+        return min(tier.speed.seconds(n_bytes) for tier in self.tiers)
 
     def write(self, prompt: NamedPrompt, records: Sequence[Record]) -> None:
         """Queue the records that a tier is not known to have, the most needed first.
@@ -100,20 +100,17 @@ class Tiers:
         for writer in self.writers:
             writer.cancel(namespace)
 
-    def flush(self, seconds: float | None = None) -> bool:
+    def flush(self, seconds: float) -> bool:
         """Wait until everything is written; False if that takes longer than the timeout."""
-        until = None if seconds is None else time.monotonic() + seconds
-        left = (None if until is None else max(0.0, until - time.monotonic()) for _ in self.writers)
-        return all([writer.flush(one) for writer, one in zip(self.writers, left, strict=True)])
-
-    def close(self, seconds: float = CLOSE_SECONDS) -> bool:
-        """Write what waits, for so long at most, and close the stores that are the cache's own."""
         until = time.monotonic() + seconds
-        is_done = True
+        return all([writer.flush(until - time.monotonic()) for writer in self.writers])
+
+    def close(self) -> None:
+        """Write what waits, for `CLOSE_SECONDS` at most, and close the cache's own stores."""
+        until = time.monotonic() + CLOSE_SECONDS
         for tier, writer in zip(self.tiers, self.writers, strict=True):
-            is_done &= writer.close(max(0.0, until - time.monotonic()))
+            writer.close(until - time.monotonic())
             tier.close()
-        return is_done
 
     def retire(self) -> None:
         """Let the threads write what waits, and then close: the cache was dropped."""

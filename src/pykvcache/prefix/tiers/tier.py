@@ -176,10 +176,6 @@ class Tier:
             self.notices.removed(keys)
             self._is_gone(keys)
 
-    def estimate(self, n_bytes: int) -> float:
-        """Return how many seconds reading so much is thought to take."""
-        return self.speed.seconds(n_bytes)
-
     def obstacle(self) -> str:
         """Return why no block of a folder can be of use, in words; empty where some may be.
 

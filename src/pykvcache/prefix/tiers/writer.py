@@ -100,8 +100,6 @@ class Writer:
 
     def offer(self, chain: Chain) -> None:
         """Queue what there is room for."""
-        if os.getpid() != self._pid:
-            return  # a forked child has no such thread
         with self._changed:
             chain.items, offered = [], chain.items
             for item in offered:
@@ -114,24 +112,13 @@ class Writer:
             self.dropped += len(offered) - len(chain.items)
             if self._is_closed or not (chain.items or chain.uses or chain.removes):
                 return
-            self._queue.append(chain)
             if self._thread is None:
-                self._start()
+                name = "pykvcache-write-behind"
+                thread = threading.Thread(target=self._work, name=name, daemon=True)
+                thread.start()
+                self._thread = thread
+            self._queue.append(chain)
             self._changed.notify_all()
-
-    def _start(self) -> None:
-        """Start the thread; where the system gives none, the queue is dropped."""
-        thread = threading.Thread(target=self._work, name="pykvcache-write-behind", daemon=True)
-        try:
-            thread.start()
-            self._thread = thread
-        except RuntimeError:
-            self._drop_queue()
-
-    def _drop_queue(self) -> None:
-        self.dropped += self.n_items
-        self.n_bytes = self.n_items = 0
-        self._queue.clear()
 
     def cancel(self, namespace: str | None) -> None:
         """Forget what waits of a namespace, or everything."""
@@ -141,23 +128,20 @@ class Writer:
                     self._count_off(chain.items)
                     chain.items = []
 
-    def flush(self, seconds: float | None = None) -> bool:
+    def flush(self, seconds: float = math.inf) -> bool:
         """Wait until everything is written; False if that takes longer than the timeout."""
-        if os.getpid() != self._pid or self._thread is threading.current_thread():
+        if self._thread is threading.current_thread():
             return False  # it would wait for itself
-        until = math.inf if seconds is None else time.monotonic() + seconds
         with self._changed:
             self._n_waiting += 1
             try:
                 self._changed.notify_all()
-                while self._queue or self._uses or self._is_busy:
-                    left = until - time.monotonic()
-                    if left <= 0:
-                        return False
-                    self._changed.wait(min(left, 0.5))
+                return self._changed.wait_for(self._is_idle, min(seconds, threading.TIMEOUT_MAX))
             finally:
                 self._n_waiting -= 1
-        return True
+
+    def _is_idle(self) -> bool:
+        return not (self._queue or self._uses or self._is_busy)
 
     def close(self, seconds: float) -> bool:
         """Write what waits, and end the thread; False where that takes longer: the rest is lost."""
@@ -172,7 +156,9 @@ class Writer:
         until = time.monotonic() + seconds
         is_done = self.flush(seconds)
         with self._changed:
-            self._drop_queue()
+            self.dropped += self.n_items
+            self.n_bytes = self.n_items = 0
+            self._queue.clear()
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(max(0.0, until - time.monotonic()))

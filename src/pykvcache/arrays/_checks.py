@@ -54,7 +54,7 @@ def as_ints(name: str, values: Iterable[SupportsIndex]) -> NDArray[np.int64]:
 
     Raises
     ------
-    TypeError
+    CacheDTypeError
         `values` cannot be iterated, or holds something that is not an integer.
     CacheValueError
         `values` is an array of another dimension, or a number does not fit int64.
@@ -64,17 +64,20 @@ def as_ints(name: str, values: Iterable[SupportsIndex]) -> NDArray[np.int64]:
             message = f"{name} has shape {values.shape}; one dimension is needed"
             raise CacheValueError(message, name, values.shape, 1)
         if values.dtype.kind not in "iu" and values.size:
-            raise TypeError(f"{name} must hold integers, not {_name(values.dtype)}")
+            message = f"{name} must hold integers, not {_name(values.dtype)}"
+            raise CacheDTypeError(message, name, str(values.dtype), "integers")
         if values.dtype.kind == "u" and values.size and (most := int(values.max())) >= 2**63:
             raise CacheValueError(
                 f"{name} holds {most}; it must be below 2**63", name, most, 2**63 - 1
             )
         return values.astype(np.int64)
-    items: list[Any] = list(values)
-    if not {int}.issuperset(map(type, items)):
-        items = [as_int(f"{name}[{i}]", item) for i, item in enumerate(items)]
     try:
+        items: list[Any] = list(values)
+        if not {int}.issuperset(map(type, items)):
+            items = [as_int(f"{name}[{i}]", item) for i, item in enumerate(items)]
         return np.array(items, np.int64)
+    except TypeError as error:
+        raise CacheDTypeError(str(error), name, type(values).__name__, "integers") from None
     except OverflowError:
         message = f"{name} holds a number outside int64"
         raise CacheValueError(message, what=name, limit=2**63 - 1) from None

@@ -167,19 +167,6 @@ def test_list_members_keep_their_identity():
     assert caches.caches == (member,)
 
 
-def test_lists_within_lists_are_limited():
-    deep = KVCache()
-    for _ in range(64):
-        deep = CacheList(deep)
-    with pytest.raises(CacheValueError, match="levels"):
-        CacheList(deep)
-    name, state, meta = "KVCache", (), ()
-    for _ in range(5000):
-        name, state, meta = "CacheList", (state,), ((name,), (meta,))
-    with pytest.raises(CacheValueError, match="levels"):
-        from_state(name, state, meta)
-
-
 def test_list_itself_stores_nothing():
     caches = CacheList(KVCache())
     with pytest.raises(NotSupported):

@@ -85,7 +85,7 @@ class Single:
     def trim(self, n: int) -> None:
         trimmable = self.limit is None or len(self.tokens) < self.limit
         expected = min(n, len(self.tokens) - self.start) if trimmable else 0
-        shorter = self.cache._copy_trimmed(n)
+        shorter = self.cache._copied(n)
         assert (shorter is None) is (n != expected)
         assert self.cache.trim(n) == expected
         self.tokens = self.tokens[: len(self.tokens) - expected]
@@ -186,7 +186,7 @@ def test_a_quantized_cache_is_a_list_within_half_a_step(
         elif step == "trim":
             n = data.draw(st.integers(0, 9))
             dropped = min(n, history.shape[3])
-            shorter = cache._copy_trimmed(n)
+            shorter = cache._copied(n)
             assert cache.trim(n) == dropped
             cache = shorter if shorter is not None else cache
             history = history[:, :, :, : history.shape[3] - dropped]

@@ -127,8 +127,13 @@ def test_quantization_that_cannot_be_is_refused(arguments):
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("bits", BITS)
 def test_every_finite_value_has_a_finite_one(bits, dtype):
-    """A group may reach over more than the dtype's largest number."""
+    """A group's range may be nearly the dtype's largest number; in float16 it may be twice that."""
     largest, tiny = np.finfo(dtype).max, np.finfo(dtype).smallest_subnormal
+    if dtype is not np.float16:
+        wide = np.tile(np.array([-largest, largest]), (1, 1, 1, 16))
+        with pytest.raises(CacheValueError, match="range overflows"):
+            QuantizedKVCache(32, bits).update(wide, wide)
+        largest *= dtype(0.499)
     rng = np.random.default_rng(bits)
     groups = [
         [-largest, largest, 0, largest / 2],

@@ -111,10 +111,7 @@ class ArraysCache(BaseCache):
         batch = self.batch_size if not self.is_empty() or self._padding is not None else None
         if batch is None and lengths is None and self._lengths is not None:
             batch = self._lengths.size  # lengths stay
-        left, real, _ = announced(batch, left_padding, lengths, right_padding)
-        if left is not None and not self.is_empty():
-            message = "left padding can only be added to an empty ArraysCache"
-            raise CacheValueError(message, "left_padding")
+        left, real, _ = announced(self, batch, left_padding, lengths, right_padding)
         if left is not None:
             old = self._padding
             self._padding = left if old is None else summed("left_padding", old, left)

@@ -1,11 +1,11 @@
-"""The interface of mlx-lm's caches, and the base class of caches with one pair of buffers."""
+"""The interface of mlx-lm's caches, and what reads their states."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias
 
 import numpy as np
@@ -23,7 +23,6 @@ __all__ = [
     "Arrays",
     "BaseCache",
     "Mask",
-    "PairCache",
     "as_caches",
     "meta_ints",
     "restored_on_error",
@@ -137,15 +136,17 @@ class BaseCache(ABC):
 
     def copy(self) -> Self:
         """Return an independent copy without spare room."""
-        return self._copied()
+        copied = self._copied()
+        assert copied is not None, "nothing is trimmed"
+        return copied
 
-    def __copy__(self) -> Self:
-        # A shallow copy would share buffers but not token counts.
-        # Not `self.copy()`, which a subclass may implement with `copy.copy`.
-        return self._copied()
+    # A shallow copy would share buffers but not token counts.
+    __copy__ = copy
 
-    def _copied(self) -> Self:
-        return copy.deepcopy(self)
+    def _copied(self, n: int = 0) -> Self | None:
+        """Return a copy without the newest `n` tokens; None if that is not possible."""
+        copied = deepcopy(self)
+        return copied if copied.trim(n) == n else None
 
     def to_quantized(self, group_size: SupportsIndex = 64, bits: SupportsIndex = 4) -> BaseCache:
         """Return a ``QuantizedKVCache`` with this content; most classes raise ``NotSupported``."""
@@ -156,59 +157,9 @@ class BaseCache(ABC):
         """Return the rows of a batch; None for one sequence, or if not known yet."""
         return None
 
-    def _copy_trimmed(self, n: int) -> Self | None:
-        """Return a copy without the newest `n` tokens; None if that is not possible."""
-        shorter = self.copy()
-        return shorter if shorter.trim(n) == n else None
-
     def _leaves(self) -> Iterator[BaseCache]:
         """Yield this cache, or the members of a list."""
         yield self
-
-
-class PairCache(BaseCache):
-    """A cache that keeps its keys and values in one `TokenPair`."""
-
-    def __init__(self) -> None:
-        self._pair = TokenPair()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both buffers, used or not."""
-        return self._pair.nbytes
-
-    @property
-    def state(self) -> tuple[Any, ...]:
-        """``(keys, values)`` as views of exactly the stored tokens; ``()`` when empty."""
-        return self._pair.view() if self._pair.count else ()
-
-    @state.setter
-    def state(self, state: Sequence[Any]) -> None:
-        self._pair = state_pair(state)
-
-    def size(self) -> int:
-        """Return the number of stored tokens that the next one can see."""
-        return self._pair.count
-
-    def is_empty(self) -> bool:
-        """Return whether the cache has no tokens."""
-        return self._pair.count == 0
-
-    def trim(self, n: SupportsIndex) -> int:
-        """Drop the newest `n` tokens, or all if fewer; return the number."""
-        dropped = min(as_int("n", n, minimum=0), self._pair.count)
-        if not self.is_trimmable():
-            return 0
-        self._pair.length -= dropped
-        return dropped
-
-    def _copied(self) -> Self:
-        return self._copy_first(self._pair.count)
-
-    def _copy_first(self, count: int) -> Self:
-        """Return a copy with the first `count` tokens."""
-        pair = self._pair.first(count, self.max_size)
-        return copy.deepcopy(self, {id(self._pair): pair})
 
 
 @contextlib.contextmanager

@@ -17,10 +17,7 @@ from pykvcache.errors import CacheValueError, NotSupported, shown
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["CacheList", "check_depth"]
-
-# Maximum nesting of lists; files hold 7 levels.
-_MAX_DEPTH = 64
+__all__ = ["CacheList"]
 
 
 class CacheList(BaseCache):
@@ -35,14 +32,10 @@ class CacheList(BaseCache):
         The members; they are not copied.
     """
 
-    _depth: int
-
     def __init__(self, *caches: BaseCache) -> None:
         for cache in caches:
             as_kind("cache", cache, BaseCache)  # type: ignore[type-abstract]
-        depth = 1 + max((c._depth for c in caches if isinstance(c, CacheList)), default=0)
-        check_depth(depth)
-        self._caches, self._depth = caches, depth
+        self._caches = caches
 
     def __len__(self) -> int:
         return len(self._caches)
@@ -103,13 +96,9 @@ class CacheList(BaseCache):
         dropped = [cache.trim(n) for cache in self._caches]
         return dropped[-1] if dropped else 0
 
-    def _copied(self) -> Self:
-        return self._with(tuple(cache.copy() for cache in self._caches))
-
-    def _copy_trimmed(self, n: int) -> Self | None:
-        shorter = [cache._copy_trimmed(n) for cache in self._caches]
-        whole = tuple(cache for cache in shorter if cache is not None)
-        return self._with(whole) if len(whole) == len(shorter) else None
+    def _copied(self, n: int = 0) -> Self | None:
+        copies = tuple(cache._copied(n) for cache in self._caches)
+        return None if None in copies else copy.deepcopy(self, {id(self._caches): copies})
 
     def prepare(
         self,
@@ -120,22 +109,20 @@ class CacheList(BaseCache):
     ) -> None:
         """Announce padding to all members, as in `BatchKVCache.prepare`."""
         self._all(
-            lambda cache: _method(cache, "prepare")(
-                left_padding=left_padding, lengths=lengths, right_padding=right_padding
-            )
+            "prepare", left_padding=left_padding, lengths=lengths, right_padding=right_padding
         )
 
     def finalize(self) -> None:
         """Finalize all members."""
-        self._all(lambda cache: _method(cache, "finalize")())
+        self._all("finalize")
 
     def advance(self, n: SupportsIndex) -> None:
         """Advance all members."""
-        self._all(lambda cache: _method(cache, "advance")(n))
+        self._all("advance", n)
 
     def filter(self, batch_indices: Counts) -> None:
         """Keep the given rows of all members."""
-        self._all(lambda cache: _method(cache, "filter")(batch_indices))
+        self._all("filter", batch_indices)
 
     def extend(self, other: CacheList) -> None:
         """Extend each member by the corresponding member of `other`."""
@@ -148,16 +135,12 @@ class CacheList(BaseCache):
         known = self._rows(), other._rows()
         mine = mine if known[0] is None else known[0]
         others = others if known[1] is None else known[1]
-        below = iter(other.caches)
-
-        def extend(cache: BaseCache) -> None:
-            member = next(below)
-            if isinstance(cache, (ArraysCache, CacheList)):
-                cache._extend(member, mine, others)
-            else:
-                _method(cache, "extend")(member)
-
-        self._all(extend)
+        with restored_on_error(self._caches):
+            for cache, member in zip(self._caches, other.caches, strict=True):
+                if isinstance(cache, (ArraysCache, CacheList)):
+                    cache._extend(member, mine, others)
+                else:
+                    _method(cache, "extend")(member)
 
     def _rows(self) -> int | None:
         known = (cache._rows() for cache in self._caches)
@@ -225,25 +208,15 @@ class CacheList(BaseCache):
             raise CacheValueError(message, "meta_state", found, names)
         return self._per_member("meta state", meta[1])
 
-    def _all(self, change: Callable[[BaseCache], object]) -> None:
-        """Change all members, or none if one refuses."""
+    def _all(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """Call a method of all members; change none if one refuses."""
         with restored_on_error(self._caches):
             for cache in self._caches:
-                change(cache)
-
-    def _with(self, caches: tuple[BaseCache, ...]) -> Self:
-        return copy.deepcopy(self, {id(self._caches): caches})
+                _method(cache, name)(*args, **kwargs)
 
     def _leaves(self) -> Iterator[BaseCache]:
         for cache in self._caches:
             yield from cache._leaves()
-
-
-def check_depth(depth: int) -> None:
-    """Raise `CacheValueError` for lists that are nested too deeply."""
-    if depth > _MAX_DEPTH:
-        message = f"a CacheList of {depth} levels; it may have {_MAX_DEPTH}"
-        raise CacheValueError(message, "levels of a CacheList", depth, _MAX_DEPTH)
 
 
 def _method(cache: BaseCache, name: str) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pykvcache.arrays.mlx.arrays_cache import ArraysCache, MambaCache
 from pykvcache.arrays.mlx.base import BaseCache
-from pykvcache.arrays.mlx.cache_list import CacheList, check_depth
+from pykvcache.arrays.mlx.cache_list import CacheList
 from pykvcache.arrays.mlx.kv_cache import BatchKVCache, ChunkedKVCache, KVCache
 from pykvcache.arrays.mlx.quantized import QuantizedKVCache
 from pykvcache.arrays.mlx.rotating import BatchRotatingKVCache, RotatingKVCache
@@ -87,18 +87,11 @@ def from_state(
         Inconsistent input: wrong shapes, counts that do not fit the arrays, an empty ring
         with an offset, or an unknown kind.
     """
-    return _from_state(kind, state, meta, 1)
-
-
-def _from_state(
-    kind: str | KvCacheKind, state: Sequence[Any], meta: Sequence[Any], depth: int
-) -> BaseCache:
     kind = kind if isinstance(kind, KvCacheKind) else KvCacheKind.parse(kind)
     if kind is not KvCacheKind.CACHE_LIST:
         cache = kind.empty()
         cache.from_serialized(state, meta)
         return cache
-    check_depth(depth)
     if len(meta) != 2 or len(meta[0]) != len(meta[1]):
         message = f"the meta state of a CacheList is names and metas; got {shown(meta)}"
         raise CacheValueError(message, "meta_state", meta, 2)
@@ -108,7 +101,7 @@ def _from_state(
         message = f"a CacheList of {len(names)} caches has {len(states)} states"
         raise CacheValueError(message, "state", len(states), len(names))
     members = zip(names, states, metas, strict=True)
-    return CacheList(*(_from_state(*member, depth + 1) for member in members))
+    return CacheList(*(from_state(*member) for member in members))
 
 
 # Parts in files of mlx-lm 0.32 ---------------------------------------------------------------

@@ -1,15 +1,16 @@
-"""Caches with tokens in order: plain, concatenating, chunked, batched."""
+"""Caches with one pair of buffers, in order of age: plain, concatenating, chunked, batched."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int, as_kind, check_size
-from pykvcache.arrays.mlx.base import Arrays, Mask, PairCache, meta_ints, state_pair
+from pykvcache.arrays.mlx.base import Arrays, BaseCache, Mask, meta_ints, state_pair
 from pykvcache.arrays.mlx.masks import create_causal_mask, history_mask
 from pykvcache.arrays.mlx.quantized import QuantizedKVCache
 from pykvcache.arrays.mlx.rows import (
@@ -30,22 +31,40 @@ from pykvcache.errors import CacheOrderError, CacheValueError, shown
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["BatchKVCache", "ChunkedKVCache", "ConcatenateKVCache", "KVCache", "parse_padding"]
+__all__ = [
+    "BatchKVCache",
+    "ChunkedKVCache",
+    "ConcatenateKVCache",
+    "KVCache",
+    "PairCache",
+    "parse_padding",
+]
 
 
-class KVCache(PairCache):
-    """All tokens of a sequence, in growing buffers.
+class PairCache(BaseCache):
+    """A cache that keeps its keys and values in one `TokenPair`, and all of its tokens."""
 
-    Modelled on mlx-lm's ``KVCache``. Storing one token costs O(1) copies on average.
-
-    Arrays are `(batch, n_kv_heads, n_tokens, head_dim)` of any numeric dtype; keys and
-    values may differ in the last axis and in dtype. Not thread-safe.
-    """
+    def __init__(self) -> None:
+        self._pair = TokenPair()
 
     @property
     def offset(self) -> int:
         """Number of stored tokens, which is the position of the next one."""
-        return self._pair.length
+        return self._pair.count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both buffers, used or not."""
+        return self._pair.nbytes
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """``(keys, values)`` as views of exactly the stored tokens; ``()`` when empty."""
+        return self._pair.view() if self._pair.count else ()
+
+    @state.setter
+    def state(self, state: Sequence[Any]) -> None:
+        self._pair = state_pair(state)
 
     def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
         """Store new tokens; return views of all keys and values.
@@ -63,14 +82,47 @@ class KVCache(PairCache):
         """Return True."""
         return True
 
+    def trim(self, n: SupportsIndex) -> int:
+        """Drop the newest `n` tokens, or all if fewer; return the number."""
+        dropped = min(as_int("n", n, minimum=0), self._pair.count)
+        if not self.is_trimmable():
+            return 0
+        self._pair.length -= dropped
+        return dropped
+
     def make_mask(
         self, n: SupportsIndex, window_size: SupportsIndex | None = None, return_array: bool = False
     ) -> Mask:
-        """Return the mask for `n` new tokens; an array has shape `(n, offset + n)`.
+        """Return the mask for `n` new tokens over the stored ones and themselves.
 
-        With a window it is always an array; without one a single token needs no mask.
+        With a window it is always an array, `(n, stored + n)`; without one a single token needs
+        no mask.
         """
-        return history_mask(n, self._pair.length, window_size, return_array)
+        return history_mask(n, self._pair.count, window_size, return_array)
+
+    def size(self) -> int:
+        """Return the number of stored tokens that the next one can see."""
+        return self._pair.count
+
+    def is_empty(self) -> bool:
+        """Return whether the cache has no tokens."""
+        return self._pair.count == 0
+
+    def _copied(self, n: int = 0) -> Self | None:
+        if n and not (self.is_trimmable() and n <= self._pair.count):
+            return None
+        pair = self._pair.first(self._pair.count - n, self.max_size)
+        return deepcopy(self, {id(self._pair): pair})
+
+
+class KVCache(PairCache):
+    """All tokens of a sequence, in growing buffers.
+
+    Modelled on mlx-lm's ``KVCache``. Storing one token costs O(1) copies on average.
+
+    Arrays are `(batch, n_kv_heads, n_tokens, head_dim)` of any numeric dtype; keys and
+    values may differ in the last axis and in dtype. Not thread-safe.
+    """
 
     def to_quantized(
         self, group_size: SupportsIndex = 64, bits: SupportsIndex = 4
@@ -91,9 +143,6 @@ class KVCache(PairCache):
     def merge(cls, caches: Iterable[KVCache]) -> BatchKVCache:
         """Return a `BatchKVCache` of `caches`, one row each, padded on the left."""
         return BatchKVCache.merge(caches)
-
-    def _copy_trimmed(self, n: int) -> Self | None:
-        return self._copy_first(self._pair.count - n) if n <= self._pair.count else None
 
 
 class ConcatenateKVCache(KVCache):
@@ -118,6 +167,7 @@ class ChunkedKVCache(PairCache):
     """All tokens since `start_position`, which `maybe_trim_front` advances.
 
     Modelled on mlx-lm's ``ChunkedKVCache``; a cache whose front was dropped keeps its offset.
+    Trimming stops at `start_position`.
 
     Parameters
     ----------
@@ -151,20 +201,6 @@ class ChunkedKVCache(PairCache):
         if surplus > 0:
             self._pair.start += surplus
             self._start_position += surplus
-
-    def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
-        """Store new tokens; return views of all stored tokens. Errors as in `KVCache`."""
-        return self._pair.append(keys, values)
-
-    def is_trimmable(self) -> bool:
-        """Return True; trimming stops at `start_position`."""
-        return True
-
-    def make_mask(
-        self, n: SupportsIndex, window_size: SupportsIndex | None = None, return_array: bool = False
-    ) -> Mask:
-        """Return the mask for `n` new tokens, causal over the stored tokens."""
-        return history_mask(n, self._pair.count, window_size, return_array)
 
     @property
     def state(self) -> tuple[Any, ...]:
@@ -211,11 +247,6 @@ class BatchKVCache(PairCache):
         # Announced right padding, and the column where it was announced.
         self._right: Rows | None = None
         self._right_from = 0
-
-    @property
-    def offset(self) -> int:
-        """Number of stored columns."""
-        return self._pair.count
 
     @property
     def rope_offset(self) -> Rows:
@@ -268,10 +299,7 @@ class BatchKVCache(PairCache):
         CacheOrderError
             Earlier right padding is not finalized.
         """
-        left, _, right = announced(self.batch_size, left_padding, lengths, right_padding)
-        if left is not None and self._pair.count:
-            message = "left padding can only be added to an empty BatchKVCache"
-            raise CacheValueError(message, "left_padding")
+        left, _, right = announced(self, self.batch_size, left_padding, lengths, right_padding)
         self._refuse_pending("prepare")
         if left is not None:
             self._padding = summed("left_padding", self._padding, left)
@@ -407,7 +435,4 @@ class BatchKVCache(PairCache):
 
 def parse_padding(meta: Sequence[Any]) -> Rows:
     """Parse the padding from the meta state of an empty batch."""
-    if not all(isinstance(p, str) and p.isascii() and p.isdigit() and len(p) < 19 for p in meta):
-        message = f"left padding {shown(tuple(meta))} is not numbers as text"
-        raise CacheValueError(message, "left_padding", tuple(meta))
-    return row_counts("left_padding", [int(p) for p in meta])
+    return row_counts("left_padding", meta_ints("batch", ["left_padding"] * len(meta), meta))

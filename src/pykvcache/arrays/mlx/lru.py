@@ -116,7 +116,7 @@ class LRUPromptCache:
             return None
         copies = []
         for layer in layers:
-            copied = layer._copy_trimmed(n) if n else layer.copy()
+            copied = layer._copied(n)
             if copied is None:
                 return None
             copies.append(copied)

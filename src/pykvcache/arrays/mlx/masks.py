@@ -8,15 +8,12 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from pykvcache.arrays._checks import as_int
+from pykvcache.arrays._checks import as_int, check_shape
 from pykvcache.arrays.mlx.base import BaseCache, Mask, as_caches
 from pykvcache.arrays.mlx.rows import Counts, row_counts
-from pykvcache.errors import CacheDTypeError, CacheValueError, shown
+from pykvcache.errors import CacheDTypeError, CacheValueError
 
 __all__ = ["create_attention_mask", "create_causal_mask"]
-
-# Maximum of rows plus columns.
-_MOST = 2**40
 
 
 def create_causal_mask(
@@ -50,17 +47,13 @@ def create_causal_mask(
     Raises
     ------
     CacheValueError
-        A number is below its minimum, or padding has another shape.
+        A number is below its minimum, the mask would exceed the address space, or padding has
+        another shape.
     """
     n = as_int("n", n, minimum=1)
     offset = as_int("offset", offset, minimum=0)
     columns = offset + n
-    if columns + n > _MOST:
-        message = (
-            f"a mask of {shown(n)} rows and {shown(columns)} columns is too large; "
-            f"together they may be {_MOST}"
-        )
-        raise CacheValueError(message, "mask", (n, columns), _MOST)
+    check_shape("the mask", (n, columns), np.bool_)
     # Visibility depends only on distance, so every row is a window of one line of booleans.
     # Copying rows is several times faster than comparing indices.
     line = np.zeros(columns + n - 1, np.bool_)

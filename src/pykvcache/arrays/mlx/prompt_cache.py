@@ -164,7 +164,6 @@ def save_prompt_cache(
         native = {key: _native(array) for key, array in arrays.items()}
         save_file(native, temporary, texts or None)
         os.chmod(temporary, own)
-        _check_header(path, temporary)
         os.replace(temporary, target)
     except SafetensorError as error:
         if any(name in str(error) for name in ("I/O error", "IoError")):
@@ -442,15 +441,6 @@ def _check_metadata(metadata: object) -> None:
         except UnicodeEncodeError:
             message = f"metadata hold {pair}, which UTF-8 cannot hold"
             raise CacheValueError(message, "metadata", (key, text), "UTF-8") from None
-
-
-def _check_header(path: Path, temporary: str) -> None:
-    """Raise `CacheValueError` if a file cannot be opened again: its header may be too long."""
-    try:
-        _read(Path(temporary), arrays=False)
-    except CacheValueError as error:
-        message = f"{path}: the file could not be loaded: {error.__cause__ or error}"
-        raise CacheValueError(message, "file", str(path)) from None
 
 
 def _native(array: NDArray[Any]) -> NDArray[Any]:

@@ -77,7 +77,8 @@ class QuantizedKVCache(BaseCache):
         """Quantize and store new tokens; return all keys and values, dequantized.
 
         Every call dequantizes the whole history; `update_quantized` does not. Errors as in
-        `KVCache.update`; also for head sizes that do not fit, and for infinities and NaN.
+        `KVCache.update`; also for head sizes that do not fit, for infinities and NaN, and for
+        groups whose range overflows.
         """
         key_triple, value_triple = self.update_quantized(keys, values)
         return (
@@ -165,14 +166,10 @@ class QuantizedKVCache(BaseCache):
         """Return whether the cache has no tokens."""
         return self.offset == 0
 
-    def _copied(self) -> Self:
-        return self._copy_first(self.offset)
-
-    def _copy_trimmed(self, n: int) -> Self | None:
-        return self._copy_first(self.offset - n) if n <= self.offset else None
-
-    def _copy_first(self, count: int) -> Self:
-        parts = tuple(part.first(count) for part in self._parts)
+    def _copied(self, n: int = 0) -> Self | None:
+        if n > self.offset:
+            return None
+        parts = tuple(part.first(self.offset - n) for part in self._parts)
         return copy.deepcopy(self, {id(self._parts): parts})
 
 
@@ -263,22 +260,21 @@ def quantize(x: NDArray[Any], group_size: int, bits: int) -> Triple:
     groups = x.reshape(*x.shape[:-1], dim // group_size, group_size)
     # The caller's np.seterr must not turn rounding into an error.
     with np.errstate(all="ignore"):
-        low, high = groups.min(axis=-1), groups.max(axis=-1)
-        if not (np.isfinite(low).all() and np.isfinite(high).all()):
-            message = "keys or values hold infinities or NaN; they cannot be quantized"
+        low = groups.min(axis=-1)
+        bottom = low.astype(np.float64)
+        reach = groups.max(axis=-1) - bottom
+        # `dequantize` computes numbers as large as the range, slightly more with rounding.
+        if not np.isfinite((1.001 * reach).astype(_wide(dtype))).all():
+            message = (
+                "keys or values hold infinities or NaN, or their range overflows; "
+                "they cannot be quantized"
+            )
             raise CacheValueError(message, "keys or values")
-        part = np.float64(1)
-        if dtype == np.float64 and not np.isfinite(high - low).all():
-            # A group's range may overflow float64; a quarter of it cannot.
-            part = np.where(np.isfinite(high - low), 1, 0.25)
-            groups = groups * part[..., None]
-        bottom = low.astype(np.float64) * part
-        reach = high.astype(np.float64) * part - bottom
-        scales = (reach / levels / part).astype(dtype)
+        scales = (reach / levels).astype(dtype)
         # With a scale rounded down the maximum could be off by more than half a step.
         above = np.nextafter(scales, dtype.type("inf"))
-        scales = np.where(scales.astype(np.float64) * part * levels < reach, above, scales)
-        steps = np.where(scales > 0, scales, dtype.type(1)).astype(np.float64) * part
+        scales = np.where(scales.astype(np.float64) * levels < reach, above, scales)
+        steps = np.where(scales > 0, scales, dtype.type(1)).astype(np.float64)
         # In place, because allocation would cost more than the arithmetic.
         codes = np.subtract(groups, bottom[..., None], dtype=np.float64)
         codes /= steps[..., None]
@@ -291,35 +287,24 @@ def dequantize(triple: Triple, group_size: int, bits: int) -> NDArray[Any]:
     """Return ``code * scale + bias`` in the dtype of the scales.
 
     float16 is computed in float32 and rounded once. A result that exceeds the dtype's largest
-    number, by at most half a step, is clipped.
+    number, by rounding, is clipped.
     """
     words, scales, biases = triple
     codes = _unpack(words, bits)
     groups = codes.reshape(*codes.shape[:-1], codes.shape[-1] // group_size, group_size)
     dtype = scales.dtype
-    wide = np.dtype(np.float32) if dtype.itemsize < 4 else dtype
-    largest = wide.type(np.finfo(dtype).max)
     with np.errstate(all="ignore"):
-        x = _expanded(groups, scales, biases, wide)
-        if wide != dtype:
-            np.clip(x, -largest, largest, out=x)
-        elif (beyond := ~np.isfinite(x).all(axis=-1)).any():
-            # `code * scale` may overflow; a quarter of it cannot.
-            quarter = wide.type(0.25)
-            parts = scales[beyond] * quarter, biases[beyond] * quarter
-            quarters = _expanded(groups[beyond], *parts, wide)
-            np.clip(quarters, -largest * quarter, largest * quarter, out=quarters)
-            x[beyond] = quarters * wide.type(4)
+        x = groups.astype(_wide(dtype))
+        x *= scales[..., None]
+        x += biases[..., None]
+        largest = np.finfo(dtype).max
+        np.clip(x, -largest, largest, out=x)
         return x.astype(dtype, copy=False).reshape(codes.shape)
 
 
-def _expanded(
-    codes: NDArray[np.uint8], scales: NDArray[Any], biases: NDArray[Any], dtype: np.dtype[Any]
-) -> NDArray[Any]:
-    x = codes.astype(dtype)
-    x *= scales[..., None]
-    x += biases[..., None]
-    return x
+def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype in which `dequantize` computes."""
+    return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
 
 
 def _unit(bits: int) -> int:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int, as_kind, check_size
-from pykvcache.arrays.mlx.base import Arrays, Mask, PairCache, meta_ints, state_pair
-from pykvcache.arrays.mlx.kv_cache import parse_padding
+from pykvcache.arrays.mlx.base import Arrays, Mask, meta_ints, state_pair
+from pykvcache.arrays.mlx.kv_cache import PairCache, parse_padding
 from pykvcache.arrays.mlx.masks import create_causal_mask
 from pykvcache.arrays.mlx.rows import (
     LARGEST_SIZE,
@@ -26,6 +26,9 @@ from pykvcache.arrays.mlx.rows import (
 )
 from pykvcache.arrays.mlx.token_pair import TokenPair, joined
 from pykvcache.errors import CacheOrderError, CacheValueError, NotSupported, shown
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["BatchRotatingKVCache", "RotatingKVCache"]
 
@@ -68,6 +71,13 @@ class _RingCache(PairCache):
         self._offset -= dropped
         self._index -= dropped
         return dropped
+
+    def _copied(self, n: int = 0) -> Self | None:
+        copied = super()._copied(n)
+        if copied is not None:
+            copied._offset -= n
+            copied._index -= n
+        return copied
 
     def _room(self) -> None:
         """Raise `CacheValueError` if the ring cannot hold a token."""
@@ -372,10 +382,7 @@ class BatchRotatingKVCache(_RingCache):
 
         With `right_padding`, `lengths` must be the number of coming tokens of each row.
         """
-        left, real, right = announced(self.batch_size, left_padding, lengths, right_padding)
-        if left is not None and self._pair.count:
-            message = "left padding can only be added to an empty BatchRotatingKVCache"
-            raise CacheValueError(message, "left_padding")
+        left, real, right = announced(self, self.batch_size, left_padding, lengths, right_padding)
         padded = right is not None and bool(right.any())
         if padded and real is None:
             raise CacheValueError("right_padding needs lengths: the tokens of each row", "lengths")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pykvcache.arrays._checks import as_ints
 from pykvcache.arrays.mlx.token_pair import TokenPair
 from pykvcache.errors import CacheDTypeError, CacheValueError, shown
+
+if TYPE_CHECKING:
+    from pykvcache.arrays.mlx.base import BaseCache
 
 __all__ = [
     "LARGEST",
@@ -35,27 +39,6 @@ Counts: TypeAlias = Sequence[int] | NDArray[Any]
 Rows: TypeAlias = NDArray[np.int64]
 
 
-def _integers(name: str, numbers: Counts) -> Rows:
-    try:
-        array = np.asarray(numbers)
-    except ValueError as error:  # rows of unequal length
-        message, found = f"{name} is not a row of integers: {error}", type(numbers).__name__
-        raise CacheDTypeError(message, name, found, "integers") from None
-    if array.ndim != 1:
-        message = f"{name} has shape {array.shape}; expected one row of numbers"
-        raise CacheValueError(message, name, array.shape, 1)
-    if array.size and array.dtype.kind not in "iu":
-        message = f"{name} has dtype {shown(array.dtype)}; expected integers"
-        raise CacheDTypeError(message, name, str(array.dtype), "integers")
-    # NumPy would convert a bool among integers.
-    if array is not numbers and not {bool, np.bool_}.isdisjoint(map(type, numbers)):
-        raise CacheDTypeError(f"{name} holds a bool; expected integers", name, "bool", "integers")
-    if array.size and max(abs(int(array.min())), abs(int(array.max()))) > LARGEST:
-        message = f"{name} is {shown(array.tolist())}; no number may be beyond {LARGEST}"
-        raise CacheValueError(message, name, array.tolist(), LARGEST)
-    return array.astype(np.int64)
-
-
 def row_counts(
     name: str, counts: Counts, batch: int | None = None, *, signed: bool = False
 ) -> Rows:
@@ -63,7 +46,10 @@ def row_counts(
 
     Refuses numbers above `LARGEST`, so that sums do not wrap around.
     """
-    array = _integers(name, counts)
+    array = as_ints(name, counts)
+    if array.size and max(abs(int(array.min())), abs(int(array.max()))) > LARGEST:
+        message = f"{name} is {shown(array.tolist())}; no number may be beyond {LARGEST}"
+        raise CacheValueError(message, name, array.tolist(), LARGEST)
     if batch is not None and array.size != batch:
         message = f"{name} has {array.size} numbers for {batch} rows"
         raise CacheValueError(message, name, array.size, batch)
@@ -79,11 +65,18 @@ def summed(name: str, counts: Rows, more: Rows) -> Rows:
 
 
 def announced(
-    batch: int | None, left: Counts | None, lengths: Counts | None, right: Counts | None
+    cache: BaseCache,
+    batch: int | None,
+    left: Counts | None,
+    lengths: Counts | None,
+    right: Counts | None,
 ) -> tuple[Rows | None, Rows | None, Rows | None]:
-    """Return the checked arguments of `prepare`."""
+    """Return the checked arguments of a cache's `prepare`."""
     given = (("left_padding", left), ("lengths", lengths), ("right_padding", right))
     checked = [None if c is None else row_counts(name, c, batch) for name, c in given]
+    if left is not None and not cache.is_empty():
+        message = f"left padding can only be added to an empty {type(cache).__name__}"
+        raise CacheValueError(message, "left_padding")
     return checked[0], checked[1], checked[2]
 
 
@@ -92,7 +85,7 @@ def row_indices(indices: Counts, batch: int | None) -> Rows:
 
     `batch` is None if the number of rows is not known yet.
     """
-    array = _integers("batch_indices", indices)
+    array = as_ints("batch_indices", indices)
     if array.size and not (array.min() >= 0 and (batch is None or array.max() < batch)):
         limit = "any number of rows" if batch is None else batch
         message = f"batch_indices {shown(array.tolist())} are not all in [0, {limit})"

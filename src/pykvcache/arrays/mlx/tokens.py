@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pykvcache.arrays._checks import as_int
+from pykvcache.arrays._checks import as_ints
 from pykvcache.arrays.mlx.rows import row_counts
 from pykvcache.arrays.mlx.token_pair import grow, grown_capacity
-from pykvcache.errors import CacheValueError, shown
+from pykvcache.errors import CacheValueError
 
 __all__ = ["TokenBuffer", "Tokens", "token_list"]
 
@@ -80,14 +80,6 @@ class TokenBuffer:
 
 
 def token_list(tokens: Tokens) -> list[int]:
-    """Return token ids as a new list; raise `TypeError` unless all are integers."""
-    if isinstance(tokens, np.ndarray):
-        if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
-            found = str(tokens.dtype), tokens.shape
-            message = f"tokens are {shown(found[0])} of shape {found[1]}, no row of ids"
-            raise CacheValueError(message, "tokens", found, 1)
-        return [int(token) for token in tokens.tolist()]
-    items: list[Any] = list(tokens)
-    if {int}.issuperset(map(type, items)):
-        return items
-    return [as_int(f"tokens[{i}]", token) for i, token in enumerate(items)]
+    """Return token ids as a new list; raise `CacheDTypeError` unless all are integers."""
+    found: list[int] = as_ints("tokens", tokens).tolist()
+    return found

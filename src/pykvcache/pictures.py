@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from pykvcache._drawing.canvas import figure_svg
-from pykvcache._drawing.cells import draw_cells
-from pykvcache._drawing.history import draw_history
+from pykvcache._drawing.cells import draw_cells, draw_history
 from pykvcache._drawing.html import table_html
 from pykvcache._native import lib
 from pykvcache.enums import MemoryPart
@@ -22,25 +21,25 @@ if TYPE_CHECKING:
 __all__ = ["CellHistory", "PictureMethods"]
 
 
-class PictureMethods:
-    """The plotting methods of `LlamaContext`; a base class."""
+class _Context(Protocol):
+    """What pictures use of a `LlamaContext`."""
 
     _native: lib.Context
 
     @property
-    def memory_info(self) -> MemoryInfo:
-        """Kind and capabilities of the memory."""
-        raise NotImplementedError
+    def memory_info(self) -> MemoryInfo: ...
 
-    def cells(self, part: MemoryPart | None = None) -> CellTable:
-        """Return all used cells."""
-        raise NotImplementedError
+    def cells(self, part: MemoryPart | None = None) -> CellTable: ...
 
-    def sequences(self) -> dict[int, SequenceRange]:
-        """Return the non-empty sequences."""
-        raise NotImplementedError
+    def sequences(self) -> dict[int, SequenceRange]: ...
 
-    def plot(self, part: MemoryPart | None = None) -> Figure:
+    def plot(self, part: MemoryPart | None = None) -> Figure: ...
+
+
+class PictureMethods:
+    """The plotting methods of `LlamaContext`; a base class."""
+
+    def plot(self: _Context, part: MemoryPart | None = None) -> Figure:
         """Draw cells by sequence and position, and in memory order (needs ``pykvcache[plot]``).
 
         Parameters
@@ -76,7 +75,7 @@ class PictureMethods:
             f"{len(table)} cells of {len(self.sequences())} sequences",
         )
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self: _Context) -> str:
         if self._native.is_closed:
             return table_html("LlamaContext (closed)", [])
         info = self.memory_info
@@ -97,13 +96,6 @@ class PictureMethods:
             except ImportError:
                 rows.append(("picture", "needs matplotlib: pip install 'pykvcache[plot]'"))
         return table_html("LlamaContext", rows, picture)
-
-
-class _HasCells(Protocol):
-    @property
-    def memory_info(self) -> MemoryInfo: ...
-
-    def cells(self, part: MemoryPart | None = None) -> CellTable: ...
 
 
 class CellHistory:
@@ -127,7 +119,7 @@ class CellHistory:
     True
     """
 
-    def __init__(self, context: _HasCells) -> None:
+    def __init__(self, context: _Context) -> None:
         self._context = context
         self._start = time.perf_counter()
         self.seconds: list[float] = []

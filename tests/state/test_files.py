@@ -352,8 +352,8 @@ def test_nothing_is_pickled() -> None:
 
 
 def test_checksums_that_are_not_installed_have_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pykvcache.state.checksums._found", [None])
-    from pykvcache.state.checksums import best_checksum, find_checksum
+    monkeypatch.setattr("pykvcache.state.container._xxh3", lambda: None)
+    from pykvcache.state.container import best_checksum, find_checksum
 
     assert best_checksum() == "sha256"
     with pytest.raises(StateVersionError, match="pykvcache\\[state\\]"):

@@ -196,8 +196,9 @@ def _apply(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a function on the memory of views; the result shares none of it."""
     views = _found(args, kwargs)
     # Views of a second context would need a second lock: they are copied first.
-    first = [view for view in views if view._region.owner is views[0]._region.owner]
-    rest = {id(view): view.copy() for view in views if view not in _Identity(first)}
+    owner = views[0]._region.owner
+    first = [view for view in views if view._region.owner is owner]
+    rest = {id(view): view.copy() for view in views if view._region.owner is not owner}
 
     def on_memory(*arrays: npt.NDArray[Any]) -> Any:
         found = {id(view): array for view, array in zip(first, arrays, strict=True)}
@@ -205,16 +206,6 @@ def _apply(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return _own(func(*real_args, **real_kwargs), arrays)
 
     return _run(first, on_memory)
-
-
-class _Identity:
-    """Membership by identity, where ``==`` compares values."""
-
-    def __init__(self, items: list[CacheView]) -> None:
-        self._ids = {id(item) for item in items}
-
-    def __contains__(self, item: object) -> bool:
-        return id(item) in self._ids
 
 
 def _own(result: Any, arrays: tuple[npt.NDArray[Any], ...]) -> Any:

@@ -23,9 +23,7 @@ Bytes = npt.NDArray[np.uint8]
 
 def as_parts(native: lib.Context, arrays: SequenceKV[Any]) -> list[Part]:
     """Return the state parts of a sequence with these arrays."""
-    layout = native.state_layout("write_kv")
-    edges = {part["part"]: native.hadamard(part["part"]) for part in layout}
-    layouts = {part.part: part for part in layouts_from_native(layout, edges)}
+    layouts = {part.part: part for part in layouts_from_native(native, "write_kv")}
     if "index" in layouts:
         raise UnsupportedOperation(
             "write_kv", "this memory holds more than keys and values: use get_state()"
@@ -122,14 +120,7 @@ def _positions(arrays: SequenceKV, layout: PartLayout) -> npt.NDArray[np.int32]:
     positions = np.asarray(arrays.positions)
     if positions.ndim != 1 or positions.dtype.kind not in "iu":
         raise StateError("positions must be a vector of integers")
-    if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < 2**31 - 1:
-        wrong = int(positions.min()) if positions.min() < 0 else int(positions.max())
-        raise StateError(
-            f"position {wrong} is not in [0, 2147483647)",
-            what="positions",
-            value=wrong,
-            limit=2**31 - 2,
-        )
+    _in_range("positions", "position", positions, 0)
     if (arrays.extended is None) == layout.extended:
         needs = "needs" if arrays.extended is None else "has no"
         raise StateError(f"this memory {needs} extended positions (M-RoPE)", what="extended")
@@ -143,15 +134,19 @@ def _positions(arrays: SequenceKV, layout: PartLayout) -> npt.NDArray[np.int32]:
                 value=extended.shape,
                 limit=(len(positions), 3),
             )
-        if extended.size and not -1 <= int(extended.min()) <= int(extended.max()) < 2**31 - 1:
-            wrong = int(extended.min()) if extended.min() < -1 else int(extended.max())
+        _in_range("extended", "extended position", extended, -1)
+    return positions.astype(np.int32)
+
+
+def _in_range(what: str, one: str, values: npt.NDArray[Any], least: int) -> None:
+    for wrong in (int(values.min()), int(values.max())) if values.size else ():
+        if not least <= wrong < 2**31 - 1:
             raise StateError(
-                f"extended position {wrong} is not in [-1, 2147483647)",
-                what="extended",
+                f"{one} {wrong} is not in [{least}, 2147483647)",
+                what=what,
                 value=wrong,
                 limit=2**31 - 2,
             )
-    return positions.astype(np.int32)
 
 
 def _recurrent(state: RecurrentState | None, layout: PartLayout) -> Part:

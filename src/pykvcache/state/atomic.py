@@ -29,23 +29,24 @@ def write_atomically(path: str, pieces: Sequence[memoryview], *, sync: bool) -> 
     With ``sync``, data and name are on disk when this returns.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    size = sum(map(len, pieces))
     try:
         temporary, target, mode = places(path)
         # O_CLOEXEC is Python's default. A file readable only by its owner stays so.
         try:
             own = 0o666 if mode is None else mode & 0o666
             descriptor = os.open(temporary, flags, own)
-            try:
+            # The buffer joins small pieces; large ones are written as they are.
+            with open(descriptor, "wb", buffering=_JOINED) as file:
                 if mode is not None and hasattr(os, "fchmod"):
                     os.fchmod(descriptor, mode)
                 # Replacing a file, ext4 would allocate its blocks in rename() and wait for the
                 # data to reach the disk: several times as long as the write.
-                lib.claim_blocks(descriptor, sum(map(len, pieces)))
-                size = _write(descriptor, pieces)
+                lib.claim_blocks(descriptor, size)
+                file.writelines(pieces)
                 if sync:
+                    file.flush()
                     os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
             os.replace(temporary, target)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -59,30 +60,6 @@ def write_atomically(path: str, pieces: Sequence[memoryview], *, sync: bool) -> 
             error = FileNotFoundError(error.errno, f"there is no folder {folder}")
         raise file_error(error, path) from error
     return size
-
-
-def _write(descriptor: int, pieces: Sequence[memoryview]) -> int:
-    size = 0
-    small = bytearray()
-    for piece in pieces:
-        view = piece
-        size += len(view)
-        if len(view) < _JOINED:
-            small += view
-            if len(small) < _JOINED:
-                continue
-            view = memoryview(small)
-        elif small:
-            _write_all(descriptor, memoryview(small))
-        _write_all(descriptor, view)
-        small = bytearray()
-    _write_all(descriptor, memoryview(small))
-    return size
-
-
-def _write_all(descriptor: int, view: memoryview) -> None:
-    while len(view):
-        view = view[os.write(descriptor, view) :]
 
 
 def _sync_folder(folder: str) -> None:

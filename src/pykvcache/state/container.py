@@ -5,13 +5,15 @@ docs/state-format.md describes it byte by byte. This module does not know what t
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -28,13 +30,25 @@ from pykvcache.errors import (
     StateVersionError,
 )
 from pykvcache.state.atomic import check_regular, file_error
-from pykvcache.state.checksums import digest, digest_size, find_checksum
 
-__all__ = ["FORMAT", "VERSION", "Container", "Tensor", "naming", "open_file", "pack", "parse"]
+__all__ = [
+    "FORMAT",
+    "VERSION",
+    "Container",
+    "Tensor",
+    "best_checksum",
+    "find_checksum",
+    "naming",
+    "open_file",
+    "pack",
+    "parse",
+]
 
 FORMAT = "pykvcache.state"
 VERSION = 1
 CHECKSUMS = "checksums"
+#: Bytes of a digest.
+_DIGESTS = {"xxh3-128": 16, "sha256": 32}
 #: Bytes per element of the safetensors types in use.
 _SIZES = {"U8": 1, "I32": 4, "F16": 2, "BF16": 2, "F32": 4}
 _MAX_HEADER = 100_000_000  # safetensors' own limit
@@ -67,10 +81,62 @@ class Container:
     n_bytes: int
 
 
+# Checksums: SHA-256, or XXH3 (20 times faster) if xxhash is installed -----------------------------
+
+
+@cache  # a failed import is slow
+def _xxh3() -> Callable[[], Any] | None:
+    """Return the constructor of XXH3, or None."""
+    try:
+        import xxhash
+    except ImportError:
+        return None
+    made: Callable[[], Any] = xxhash.xxh3_128
+    return made
+
+
+def best_checksum() -> str:
+    """Return the fastest checksum that is installed."""
+    return "xxh3-128" if _xxh3() else "sha256"
+
+
+def find_checksum(name: str) -> str:
+    """Return the name if it can be computed here; raise otherwise."""
+    if not isinstance(name, str):
+        raise TypeError(f"checksum must be a str, not {type(name).__name__}")
+    if name not in _DIGESTS:
+        known = ", ".join(_DIGESTS)
+        raise StateVersionError(
+            f"the state has checksums of type {name!r}: supported are {known}",
+            what="checksum",
+            value=name,
+            limit=known,
+        )
+    if name == "xxh3-128" and _xxh3() is None:
+        raise StateVersionError(
+            "the state has XXH3 checksums, which need xxhash: pip install 'pykvcache[state]'",
+            what="checksum",
+            value=name,
+        )
+    return name
+
+
+def _digest(name: str, data: memoryview) -> bytes:
+    """Compute a digest without the GIL."""
+    xxh3 = _xxh3() if name == "xxh3-128" else None
+    state = xxh3() if xxh3 is not None else hashlib.sha256()
+    state.update(data)
+    result: bytes = state.digest()
+    return result
+
+
+# Files --------------------------------------------------------------------------------------------
+
+
 def pack(metadata: Mapping[str, str], tensors: Sequence[Tensor], checksum: str) -> list[memoryview]:
     """Return the pieces of a file, without copying the tensors."""
     text = {"format": FORMAT, "version": str(VERSION), "checksum": checksum, **metadata}
-    table = (1 + len(tensors), digest_size(checksum))
+    table = (1 + len(tensors), _DIGESTS[checksum])
     entries: dict[str, Any] = {"__metadata__": text}
     at = 0
     for name, dtype, shape, size in [
@@ -91,7 +157,7 @@ def pack(metadata: Mapping[str, str], tensors: Sequence[Tensor], checksum: str) 
         )
     start = struct.pack("<Q", len(header)) + header
     data = [t.data.reshape(-1).data for t in tensors]
-    digests = b"".join(digest(checksum, piece) for piece in [memoryview(start), *data])
+    digests = b"".join(_digest(checksum, piece) for piece in [memoryview(start), *data])
     return [memoryview(start), memoryview(digests), *data]
 
 
@@ -145,15 +211,15 @@ def parse(data: ByteArray, *, verify: bool = True) -> Container:
     checksum = find_checksum(str(text.get("checksum")))
     tensors = _tensors(data, start, entries)
     table = tensors.pop(CHECKSUMS, None)
-    if table is None or table.shape != (1 + len(tensors), digest_size(checksum)):
+    if table is None or table.shape != (1 + len(tensors), _DIGESTS[checksum]):
         raise StateDamaged(
             "the number of checksums differs from the number of tensors", what=CHECKSUMS
         )
     digests = table.data.reshape(table.shape)
-    if digest(checksum, data[:start].data) != digests[0].tobytes():
+    if _digest(checksum, data[:start].data) != digests[0].tobytes():
         raise StateDamaged("the header does not match its checksum", what="header")
     for tensor, expected in zip(tensors.values(), digests[1:], strict=True):
-        if verify and digest(checksum, tensor.data.data) != expected.tobytes():
+        if verify and _digest(checksum, tensor.data.data) != expected.tobytes():
             raise StateDamaged(f"{tensor.name} does not match its checksum", what=tensor.name)
     return Container(text, tensors, len(data))
 

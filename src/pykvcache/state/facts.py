@@ -29,14 +29,14 @@ class Fingerprint:
 
     Attributes
     ----------
-    Number of layers, K/V heads and embedding dimensions of the model.
+    model
         `LlamaModel.fingerprint`: SHA-256 of the file's metadata, tensor table and samples.
     architecture
         ``general.architecture`` of the model.
     memory
         Kind of memory, as `MemoryInfo.kind`.
     n_layer, n_head_kv, n_embd
-        Of the model.
+        Number of layers, K/V heads and embedding dimensions of the model.
     n_swa
         Window in tokens, 0 without one.
     causal

@@ -148,13 +148,11 @@ def _count(value: object) -> int:
     return value
 
 
-def layouts_from_native(
-    native: Sequence[Mapping[str, Any]], rotations: Mapping[str, tuple[int, int]]
-) -> tuple[PartLayout, ...]:
-    """Convert ``lib.Context.state_layout`` and, per part, ``lib.Context.hadamard``."""
+def layouts_from_native(native: lib.Context, *operation: str) -> tuple[PartLayout, ...]:
+    """Return the layouts of a context's parts; `operation` goes into the error."""
     layouts = []
-    for part in native:
-        of_k, of_v = rotations[part["part"]]
+    for part in native.state_layout(*operation):
+        of_k, of_v = native.hadamard(part["part"])
         rows = []
         for what, layer, kind, n_embd, row_bytes, n_head, head_dim in part["rows"]:
             name = "v" if what == "v_trans" else what
@@ -221,6 +219,13 @@ class Part:
         return replace(
             self, positions=self.positions[which], ext=ext, tensors=tensors, members=None
         )
+
+    def freeze(self) -> Part:
+        """Make the arrays read-only; return the part."""
+        for array in (self.positions, self.ext, *(self.members or ()), *self.tensors):
+            if array is not None and array.flags.writeable:
+                array.flags.writeable = False
+        return self
 
     def in_order(self) -> Part:
         """Return the cells by position; `self` if they are sorted already."""

@@ -42,8 +42,9 @@ class LlamaFileMethods(StateMethods):
             As for `SequenceState.save`.
         seq_id
             Sequence id; ``None`` for the whole context.
-        Token ids, one per held position of the sequence, or any number for a context. ``None``
-        writes none; llama-server treats such a slot as empty.
+        tokens
+            Token ids, one per held position of the sequence, or any number for a context. ``None``
+            writes none; llama-server treats such a slot as empty.
 
         Returns
         -------

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from pykvcache._arguments import ByteArray, TokenInput, as_bool, as_bytes, as_path
 from pykvcache._native import lib
-from pykvcache.errors import ClosedError, StateLayoutMismatch
+from pykvcache.errors import StateLayoutMismatch
 from pykvcache.model import LlamaModel
 from pykvcache.state.container import naming
 from pykvcache.state.convert import fit
@@ -357,18 +357,11 @@ class StateMethods(PartialStateMethods):
             self.restore_context(state, convert=convert)
         return state
 
-    def _check_open(self) -> None:
-        """Raise ClosedError before any error about a file or a state."""
-        if self._native.is_closed:
-            raise ClosedError("the context is closed")
-
     # Constant while the context is open ---------------------------------------------------
 
     @cached_property
     def _layouts(self) -> tuple[PartLayout, ...]:
-        native = self._native.state_layout()
-        rotations = {part["part"]: self._native.hadamard(part["part"]) for part in native}
-        return layouts_from_native(native, rotations)
+        return layouts_from_native(self._native)
 
     @cached_property
     def _plain_fingerprint(self) -> Fingerprint:

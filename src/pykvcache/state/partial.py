@@ -129,8 +129,12 @@ class PartialStateMethods:
         UnsupportedOperation
             As for `get_partial_state`.
         """
-        if self._native.is_closed:
-            raise ClosedError("the context is closed")
+        self._check_open()
         if not isinstance(state, PartialState):
             raise TypeError(f"state must be a PartialState, not {type(state).__name__}")
         self._native.set_partial_state(state._native)
+
+    def _check_open(self) -> None:
+        """Raise ClosedError before any error about a file or a state."""
+        if self._native.is_closed:
+            raise ClosedError("the context is closed")

@@ -14,8 +14,16 @@ import numpy.typing as npt
 from pykvcache._arguments import as_bool, as_bytes, as_path
 from pykvcache.errors import ArgumentError, StateDamaged, StateFormatError
 from pykvcache.state.atomic import write_atomically
-from pykvcache.state.checksums import best_checksum, find_checksum
-from pykvcache.state.container import Container, Tensor, naming, open_file, pack, parse
+from pykvcache.state.container import (
+    Container,
+    Tensor,
+    best_checksum,
+    find_checksum,
+    naming,
+    open_file,
+    pack,
+    parse,
+)
 from pykvcache.state.facts import Fingerprint
 from pykvcache.state.files import json_of, layouts_of
 from pykvcache.state.layout import PartLayout

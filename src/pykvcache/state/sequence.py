@@ -54,11 +54,7 @@ class SequenceState(Saved):
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(fingerprint, metadata)
-        self._parts = tuple(part.in_order() for part in parts)
-        for part in self._parts:
-            for array in (part.positions, part.ext, *part.tensors):
-                if array is not None and array.flags.writeable:
-                    array.flags.writeable = False
+        self._parts = tuple(part.in_order().freeze() for part in parts)
         self._range = self._find_range(first)
         self._tokens = None if tokens is None else as_token_array(tokens)
         if self._tokens is not None:

@@ -43,13 +43,8 @@ class ContextState(Saved):
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(fingerprint, metadata)
-        self._parts = tuple(tuple(streams) for streams in parts)
+        self._parts = tuple(tuple(part.freeze() for part in streams) for streams in parts)
         self._firsts = {int(seq): int(first) for seq, first in sorted(firsts.items())}
-        for streams in self._parts:
-            for part in streams:
-                for array in (part.positions, part.ext, *(part.members or ()), *part.tensors):
-                    if array is not None and array.flags.writeable:
-                        array.flags.writeable = False
         if tokens is not None and not isinstance(tokens, Mapping):
             raise TypeError(
                 f"tokens must map sequence ids to tokens, not be {type(tokens).__name__}"

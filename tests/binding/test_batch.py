@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,21 +16,6 @@ COLUMNS = ["token", "pos", "n_seq_id", "seq_id", "logits"]
 MAX = 2**31 - 1
 
 
-class NoElements(np.ndarray):
-    """An array that does not let itself be read one by one."""
-
-    def __iter__(self) -> Any:
-        raise AssertionError("a Python loop over the elements")
-
-    def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, (int, np.integer)):
-            raise AssertionError("one element was read from Python")
-        return super().__getitem__(key)
-
-    def tolist(self) -> Any:
-        raise AssertionError("the array was turned into a list")
-
-
 def rows(batch: LlamaBatch) -> list[tuple[int, int, list[int], int]]:
     return [
         (int(t), int(p), batch.seq_id[i, : batch.n_seq_id[i]].tolist(), int(flag))
@@ -40,23 +24,6 @@ def rows(batch: LlamaBatch) -> list[tuple[int, int, list[int], int]]:
 
 
 # Adding -------------------------------------------------------------------------------
-
-
-def test_a_new_batch_of_any_capacity_is_empty() -> None:
-    for batch in (LlamaBatch(), LlamaBatch(0), LlamaBatch(7, 3), LlamaBatch(capacity=1)):
-        assert len(batch) == 0
-        assert not rows(batch)
-        assert repr(batch) == "<LlamaBatch of 0 tokens>"
-
-
-def test_add_appends_one_token() -> None:
-    batch = LlamaBatch(1)
-    batch.add(5, 0, 3)
-    batch.add(np.int64(6), np.uint8(1), [0, np.int32(2), 7], True)
-    batch.add(7, 2, (1,), logits=np.bool_(True))
-    batch.add(8, 0, np.array([4, 5]))
-    assert rows(batch) == [(5, 0, [3], 0), (6, 1, [0, 2, 7], 1), (7, 2, [1], 1), (8, 0, [4, 5], 0)]
-    assert len(batch) == 4
 
 
 def test_add_sequence_counts_positions_and_asks_for_the_last_logits() -> None:
@@ -104,61 +71,6 @@ def test_growth_keeps_what_was_added() -> None:
     assert rows(batch) == expected
 
 
-def test_clear_empties_and_the_batch_can_be_filled_again() -> None:
-    batch = LlamaBatch(2)
-    for _ in range(3):
-        batch.add_sequence([1, 2, 3], 0, True)
-        assert len(batch) == 3
-        batch.clear()
-        assert len(batch) == 0
-        assert batch.token.shape == (0,)
-        batch.add(4, 0, [1, 2])
-        assert rows(batch) == [(4, 0, [1, 2], 0)]
-        batch.clear()
-
-
-def test_4096_tokens_are_added_without_a_python_loop() -> None:
-    tokens = np.arange(4096, dtype=np.int32).view(NoElements)
-    for dtype in (np.int32, np.int64, np.uint16):
-        batch = LlamaBatch()
-        batch.add_sequence(tokens.astype(dtype), 0)
-        assert (batch.token == np.arange(4096)).all()
-    pos, seqs = tokens.copy(), np.zeros((4096, 2), np.int64).view(NoElements)
-    batch = LlamaBatch.from_arrays(tokens, pos, seqs, np.ones(4096, bool).view(NoElements))
-    assert len(batch) == 4096
-    assert (batch.pos == np.arange(4096)).all()
-    assert batch.seq_id.shape == (4096, 2)
-
-
-def lines_run(work: Callable[[], object]) -> int:
-    """Count the lines of Python that `work` executes, comprehensions included."""
-    lines = 0
-
-    def trace(frame: Any, event: str, arg: Any) -> Any:
-        nonlocal lines
-        lines += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-    return lines
-
-
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
-def test_the_work_in_python_does_not_grow_with_the_tokens(dtype: Any) -> None:
-    def add(n: int) -> int:
-        tokens, batch = np.zeros(n, dtype), LlamaBatch(n)
-        seqs, flags = np.zeros((n, 2), dtype), np.zeros(n, bool)
-        made = lines_run(lambda: LlamaBatch.from_arrays(tokens, tokens, seqs, flags))
-        return made + lines_run(lambda: batch.add_sequence(tokens, 0))
-
-    assert 10 < add(16) == add(4096) < 200
-
-
 # Arrays -------------------------------------------------------------------------------
 
 
@@ -178,43 +90,15 @@ def test_the_views_have_the_types_of_llama_batch_and_cannot_be_written() -> None
 def test_the_batch_copies_its_arguments() -> None:
     tokens, pos = np.array([1, 2, 3], np.int32), np.arange(3, dtype=np.int32)
     seqs, flags = np.zeros((3, 1), np.int32), np.ones(3, np.int8)
+    tokens.flags.writeable = False
     made = LlamaBatch.from_arrays(tokens, pos, seqs, flags)
     added = LlamaBatch()
     added.add_sequence(tokens, 0, True)
+    tokens.flags.writeable = True
     for array in (tokens, pos, seqs, flags):
         array[:] = 9
     expected = [(1, 0, [0], 1), (2, 1, [0], 1), (3, 2, [0], 1)]
     assert rows(made) == rows(added) == expected
-
-
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, ">i4", "<i8", np.uint64, np.int16])
-def test_any_integer_dtype_and_stride_is_taken(dtype: Any) -> None:
-    wide = np.arange(24).astype(dtype)
-    for tokens in (wide[::3], wide[::-1], wide.reshape(4, 6)[:, 2], np.broadcast_to(wide[5], 8)):
-        batch = LlamaBatch()
-        batch.add_sequence(tokens, 0)
-        assert batch.token.tolist() == tokens.tolist()
-        seqs = np.lib.stride_tricks.as_strided(tokens, (len(tokens), 2), (tokens.strides[0], 0))
-        made = LlamaBatch.from_arrays(tokens, tokens, seqs)
-        assert made.pos.tolist() == tokens.tolist()
-        assert made.seq_id[:, 1].tolist() == tokens.tolist()
-
-
-def test_a_read_only_array_is_taken() -> None:
-    tokens = np.arange(5, dtype=np.int32)
-    tokens.flags.writeable = False
-    batch = LlamaBatch.from_arrays(tokens, tokens, tokens)
-    batch.add_sequence(tokens, 0)
-    assert len(batch) == 10
-
-
-def test_a_batch_can_be_pickled_and_copied_deeply() -> None:
-    batch = LlamaBatch()
-    batch.add_sequence([1, 2, 3], 4)
-    for other in (pickle.loads(pickle.dumps(batch)), copy.deepcopy(batch)):
-        assert rows(other) == rows(batch)
-        other.add(4, 3, 4)
-        assert len(batch) == 3
 
 
 def test_views_outlive_growth_and_the_batch() -> None:
@@ -245,19 +129,6 @@ def test_a_copy_is_an_independent_batch() -> None:
     assert rows(copy.copy(LlamaBatch(0))) == []
 
 
-def test_damaged_rows_are_refused() -> None:
-    batch = LlamaBatch()
-    batch.add_sequence([1, 2, 3], 0)
-    make, (n, width, data) = batch.native.__reduce__()  # type: ignore[misc]
-    assert make(n, width, data).token.tolist() == [1, 2, 3]
-    for wrong in ((n + 1, width, data), (n, width + 1, data), (n, width, data[:-1]), (0, 1, b"x")):
-        with pytest.raises(ValueError, match="not the rows"):
-            make(*wrong)
-    for n, width in ((-1, 1), (2**31, 1), (1, 0), (1, 257)):
-        with pytest.raises(ValueError, match="shape"):
-            make(n, width, data)
-
-
 # Plain values, which the compiled layer reads, and all others -------------------------
 
 
@@ -275,6 +146,8 @@ WAYS: list[Callable[[list[int]], Any]] = [
     lambda v: np.array(v, np.int32),
     lambda v: np.array(v, np.int64),
     lambda v: np.array(v, ">i4"),
+    lambda v: np.array(v, np.uint64),
+    lambda v: np.array(v[::-1], np.int8)[::-1],
     lambda v: np.repeat(np.array(v, np.int32), 2)[::2],
     lambda v: np.frombuffer(b"_" + np.array(v, np.int32).tobytes(), np.int32, len(v), 1),
     lambda v: [np.int32(x) for x in v],
@@ -303,28 +176,6 @@ def test_containers_of_equal_values_make_equal_batches(way: Any, one: Any) -> No
         assert rows(made) == [(1, 0, [3], 0), (2, 1, [3], 1)]
 
 
-@pytest.mark.parametrize("wrong", [True, 1.0, "1", None, 2**31, -1, 2**70])
-def test_a_refused_value_leaves_the_batch_unchanged(wrong: Any) -> None:
-    batch = LlamaBatch()
-    batch.add_sequence([1, 2], 0)
-    before = rows(batch)
-    calls: list[Callable[[], object]] = [
-        lambda: batch.add(wrong, 0, 0),
-        lambda: batch.add(1, wrong, 0),
-        lambda: batch.add(1, 0, wrong),
-        lambda: batch.add(1, 0, [0, wrong]),
-        lambda: batch.add_sequence([1], wrong),
-        lambda: batch.add_sequence([1], 0, start=wrong),
-        lambda: LlamaBatch.from_arrays([1], [0], wrong) if wrong != -1 else batch.add(1, 0, -1),
-    ]
-    if wrong != -1:  # decode() checks the vocabulary
-        calls.append(lambda: batch.add_sequence([1, wrong], 0))
-    for call in calls:
-        with pytest.raises((TypeError, ValueError)):
-            call()
-    assert rows(batch) == before
-
-
 def test_positions_past_the_limit_are_refused() -> None:
     batch = LlamaBatch()
     for tokens in ([1, 2], np.array([1, 2], np.int32), np.array([1, 2])):
@@ -332,3 +183,103 @@ def test_positions_past_the_limit_are_refused() -> None:
         with pytest.raises(ValueError, match=rf"start is {MAX - 1}"):
             batch.add_sequence(tokens, 0, start=MAX - 1)
     assert batch.pos.tolist() == [MAX - 2, MAX - 1] * 3
+
+
+# Refusals, with nothing changed -------------------------------------------------------
+
+INTEGERS: list[Callable[[LlamaBatch, Any], object]] = [
+    lambda b, v: b.add(v, 0, 0),
+    lambda b, v: b.add(0, v, 0),
+    lambda b, v: b.add(0, 0, [0, 1, v]),
+    lambda b, v: b.add_sequence([1, 2], v),
+    lambda b, v: b.add_sequence([1, 2], 0, start=v),
+    lambda b, v: LlamaBatch.from_arrays([1], [0], [v]),
+    lambda b, v: LlamaBatch(v),
+    lambda b, v: LlamaBatch(4, v),
+]
+
+
+@pytest.fixture
+def batch() -> LlamaBatch:
+    one = LlamaBatch(2)
+    one.add_sequence([1, 2, 3], 0)
+    return one
+
+
+def unchanged(batch: LlamaBatch) -> bool:
+    return len(batch) == 3 and batch.token.tolist() == [1, 2, 3] and batch.seq_id.shape == (3, 1)
+
+
+@pytest.mark.parametrize("use", INTEGERS)
+def test_what_is_not_an_int32_is_refused(batch: LlamaBatch, use: Any) -> None:
+    for wrong in (True, np.True_, 1.0, "1", b"1", None, object()):
+        with pytest.raises(TypeError):
+            use(batch, wrong)
+    for wrong in (MAX + 1, -(2**31) - 1, 2**63, 10**30):
+        with pytest.raises(ValueError, match=str(wrong)):
+            use(batch, wrong)
+    assert unchanged(batch)
+
+
+def test_capacity_flags_and_widths_have_limits(batch: LlamaBatch) -> None:
+    for sizes in ((-1, 1), (4, 0), (4, -1), (4, 257)):
+        with pytest.raises(ValueError):  # noqa: PT011
+            LlamaBatch(*sizes)
+    for flag in (0, None, "yes", np.int8(1), [True]):
+        with pytest.raises(TypeError, match="logits"):
+            batch.add(1, 0, 0, flag)
+        with pytest.raises(TypeError, match="logits"):
+            batch.add_sequence([1], 0, flag)
+    for flags in ([0.5, 1.0], ["a", "b"], None, "ab", [None, True]):
+        with pytest.raises((TypeError, ValueError)):
+            LlamaBatch.from_arrays([1, 2], [0, 1], 0, flags)
+    assert unchanged(batch)
+
+
+@pytest.mark.hazard("D8")
+def test_a_token_belongs_to_at_least_one_and_at_most_256_sequences(batch: LlamaBatch) -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        batch.add(1, 3, [])
+    for many in (257, 10**6):
+        with pytest.raises(ValueError, match="256"):
+            batch.add(1, 3, range(many))
+        with pytest.raises(ValueError, match="256"):
+            LlamaBatch.from_arrays([1], [0], np.zeros((1, many), np.int32))
+    assert unchanged(batch)
+
+
+def test_values_that_are_not_vectors_of_int32_are_refused(batch: LlamaBatch) -> None:
+    types: list[Any] = [np.zeros(3), np.zeros(3, bool), np.array(["1"]), np.array([1, None])]
+    types += [[1, True], [1, 2.0], [[1]], "12", b"12", None, 7]
+    ranges: list[Any] = [np.zeros((2, 2), np.int32), np.array(3), np.array([MAX + 1])]
+    ranges += [np.array([2**63], np.uint64), [1, 2**31]]
+    for error, wrong in ((TypeError, types), (ValueError, ranges)):
+        for tokens in wrong:
+            for use in (
+                lambda tokens=tokens: batch.add_sequence(tokens, 0),
+                lambda tokens=tokens: LlamaBatch.from_arrays(tokens, [0], 0),
+                lambda tokens=tokens: LlamaBatch.from_arrays([1], tokens, 0),
+            ):
+                with pytest.raises(error):
+                    use()
+    assert unchanged(batch)
+
+
+@pytest.mark.hazard("D9")
+@pytest.mark.parametrize(
+    ("pos", "seq_ids", "logits"),
+    [
+        ([0], 0, False),
+        ([0, 1, 2], 0, False),
+        ([0, 1], [0, 1, 2], False),
+        ([0, 1], np.zeros((3, 1), int), False),
+        ([0, 1], np.zeros((2, 0), int), False),
+        ([0, 1], np.zeros((2, 1, 1), int), False),
+        ([0, 1], 0, [True]),
+        ([0, 1], 0, np.ones((2, 1), bool)),
+        ([0, 1], 0, np.array(True)),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(pos: Any, seq_ids: Any, logits: Any) -> None:
+    with pytest.raises(ValueError, match=r"values|shape|dimension"):
+        LlamaBatch.from_arrays([1, 2], pos, seq_ids, logits)

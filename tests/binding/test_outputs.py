@@ -1,17 +1,26 @@
-"""Outputs of a decode: logits, embeddings, measurements."""
+"""Outputs of a decode: logits, measurements, embeddings, and encoders."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
 from binding.kit import differ, words
 from pykvcache import LlamaBatch
-from pykvcache.errors import ClosedError, InvalidBatch, UnsupportedOperation
+from pykvcache.errors import (
+    ClosedError,
+    ContextCreateError,
+    DecodeError,
+    InvalidBatch,
+    SequenceIdError,
+    UnsupportedOperation,
+)
 from pykvcache.facts import PerfData
-from support.models import MODELS, usual
+from support.models import RIGHT, make_model
 
 # Logits -------------------------------------------------------------------------------
 
@@ -32,29 +41,16 @@ def test_logits_are_indexed_by_the_batch_and_from_the_end_of_those_asked(make_co
             ctx.logits(i)
 
 
-def test_an_array_gives_the_logits_of_its_last_token(make_context: Any) -> None:
-    ctx = make_context("llama")
-    ctx.decode(words(7))
-    assert (ctx.logits(6) == ctx.logits(-1)).all()
-    for i in (0, 5, 7, -2):
-        with pytest.raises(IndexError):
-            ctx.logits(i)
-
-
-@pytest.mark.hazard("D33", "D34")
-def test_logits_exist_only_after_a_decode_that_asked_for_them(make_context: Any) -> None:
-    ctx = make_context("llama")
-    for _ in range(2):
-        for i in (0, -1):
-            with pytest.raises(IndexError):
-                ctx.logits(i)
-        ctx.decode(LlamaBatch.from_arrays([5], [ctx.kv_cache_seq_pos_max(0) + 1], 0, False))
-
-
-@pytest.mark.hazard("D36")
+@pytest.mark.hazard("D33", "D34", "D36")
 def test_logits_are_copies_that_outlive_the_context(make_context: Any) -> None:
     ctx = make_context("llama")
+    with pytest.raises(IndexError):
+        ctx.logits(0)
     ctx.decode(words(5))
+    for i in (0, 3, 5, -2):  # an array asks for its last token alone
+        with pytest.raises(IndexError):
+            ctx.logits(i)
+    assert (ctx.logits(4) == ctx.logits(-1)).all()
     first = ctx.logits()
     kept = first.copy()
     first[:] = 0
@@ -66,27 +62,6 @@ def test_logits_are_copies_that_outlive_the_context(make_context: Any) -> None:
     assert (other == kept).all()
     with pytest.raises(ClosedError):
         ctx.logits()
-
-
-@pytest.mark.hazard("D3")
-def test_rows_of_earlier_parts_are_copies_too(make_context: Any) -> None:
-    ctx = make_context("llama", n_batch=8)
-    ctx.decode(LlamaBatch.from_arrays(words(20), np.arange(20), 0, True))
-    row = ctx.logits(0)
-    kept = row.copy()
-    row[:] = 0
-    assert (ctx.logits(0) == kept).all()
-
-
-@pytest.mark.parametrize("name", [n for n in usual(MODELS) if not MODELS[n].is_embedder])
-def test_logits_are_finite_and_depend_on_the_tokens(make_context: Any, name: str) -> None:
-    ctx = make_context(name)
-    ctx.decode(words(10), seq_id=0)
-    one = ctx.logits()
-    ctx.decode(words(10, 1), seq_id=1)
-    assert one.shape == (MODELS[name].n_vocab,)
-    assert np.isfinite(one).all()
-    assert differ(one, ctx.logits()) > 0.3
 
 
 @pytest.mark.hazard("D35")
@@ -133,12 +108,156 @@ def test_llama_cpp_s_own_figures(make_context: Any) -> None:
 
 
 @pytest.mark.hazard("C15")
-@pytest.mark.parametrize("n", [0, -1, 513, 2**40, True, 1.5, None, "2"])
-def test_threads_are_between_1_and_512(make_context: Any, n: Any) -> None:
+def test_threads_are_between_1_and_512(make_context: Any) -> None:
     ctx = make_context("llama")
-    with pytest.raises((ValueError, TypeError)):
-        ctx.set_n_threads(n)
-    with pytest.raises((ValueError, TypeError)):
-        ctx.set_n_threads(1, n if n is not None else 0)
+    for n in (0, -1, 513, 2**40, True, 1.5, "2"):
+        with pytest.raises((ValueError, TypeError)):
+            ctx.set_n_threads(n)
+        with pytest.raises((ValueError, TypeError)):
+            ctx.set_n_threads(1, n)
     ctx.set_n_threads(2, 1)
     ctx.decode(words(5))
+
+
+# Embeddings ---------------------------------------------------------------------------
+
+
+POOLINGS = ["mean", "cls", "last"]
+
+
+@pytest.mark.parametrize("n_batch", [64, 8])
+def test_embeddings_are_what_the_logits_are_made_of(
+    make_context: Any, model_folder: Path, n_batch: int
+) -> None:
+    ctx = make_context("llama", embeddings=True, n_batch=n_batch)
+    ctx.decode(words(20))
+    tensors = gguf.GGUFReader(make_model("llama", model_folder)).tensors
+    output = next(t.data for t in tensors if t.name == "output.weight")
+    for i in range(-20, 20):
+        row = ctx.embeddings(i)
+        assert (row.shape, row.dtype) == ((64,), np.float32)
+        assert differ(output @ row, ctx.logits(i)) < RIGHT
+    for i in (20, -21, 2**40):
+        with pytest.raises(IndexError):
+            ctx.embeddings(i)
+
+
+def test_embeddings_need_to_be_asked_for(make_context: Any) -> None:
+    ctx = make_context("llama")
+    ctx.decode(words(5))
+    with pytest.raises(UnsupportedOperation, match="embeddings=True"):
+        ctx.embeddings()
+    with pytest.raises(UnsupportedOperation, match="embeddings=True"):
+        ctx.seq_embeddings()
+    ctx = make_context("llama", embeddings=True)
+    with pytest.raises(IndexError):
+        ctx.embeddings()
+    ctx.decode(words(5))
+    with pytest.raises(UnsupportedOperation, match="pooling"):
+        ctx.seq_embeddings()
+
+
+@pytest.mark.hazard("N10")
+@pytest.mark.parametrize("name", ["lfm2_swa", "gemma3", "mamba", "jamba"])
+def test_a_context_for_embeddings_gives_true_logits_or_none(
+    make_context: Any, fresh_logits: Any, name: str
+) -> None:
+    ctx = make_context(name, embeddings=True)
+    ctx.decode(words(10))
+    assert np.abs(ctx.embeddings()).max() > 0
+    for n in (10, 3, 10):  # in a buffer that an earlier decode has filled
+        ctx.clear_kv_cache()
+        ctx.decode(words(n))
+        try:
+            logits = ctx.logits()
+        except (UnsupportedOperation, IndexError):
+            continue
+        assert differ(logits, fresh_logits(name, words(n))) < RIGHT
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("use", ["decode", "encode"])
+def test_pooled_embeddings_are_pooled_from_those_of_the_tokens(
+    make_context: Any, pooling: str, use: str
+) -> None:
+    tokens = words(15)
+    apart = make_context("bert", pooling_type="none")
+    apart.decode(tokens)
+    each = np.array([apart.embeddings(i) for i in range(15)])
+    pooled = {"mean": each.mean(0), "cls": each[0], "last": each[-1]}[pooling]
+    ctx = make_context("bert", pooling_type=pooling)
+    getattr(ctx, use)(tokens)
+    assert ctx.seq_embeddings().shape == (64,)
+    assert differ(ctx.seq_embeddings(0), pooled) < RIGHT
+    for i in (-1, 0, 4):  # pooled tokens have none of their own
+        with pytest.raises((IndexError, UnsupportedOperation)):
+            ctx.embeddings(i)
+
+
+def test_embeddings_that_llama_cpp_reads_wrongly_are_refused(make_context: Any) -> None:
+    with pytest.raises(ContextCreateError, match=r"of 64 values, and llama\.cpp reads 256"):
+        make_context("deepseek4", embeddings=True)
+
+
+def test_each_sequence_of_a_batch_has_its_embedding(make_context: Any) -> None:
+    texts = {0: words(9, 1), 2: words(17, 2), 3: words(1, 3)}
+    alone = {}
+    for seq, tokens in texts.items():
+        ctx = make_context("bert")
+        ctx.decode(tokens)
+        alone[seq] = ctx.seq_embeddings(0)
+    ctx, batch = make_context("bert"), LlamaBatch()
+    for seq, tokens in texts.items():
+        batch.add_sequence(tokens, seq, True)
+    ctx.decode(batch)
+    for seq, row in alone.items():
+        assert differ(ctx.seq_embeddings(seq), row) < RIGHT
+    with pytest.raises(IndexError, match="sequence 1"):
+        ctx.seq_embeddings(1)
+    for seq in (-1, 4, 256):
+        with pytest.raises(SequenceIdError):
+            ctx.seq_embeddings(seq)
+    for seq in (True, 1.0, None, "0"):
+        with pytest.raises(TypeError):
+            ctx.seq_embeddings(seq)
+
+
+# Encoder and decoder ------------------------------------------------------------------
+
+
+@pytest.mark.hazard("D2")
+def test_an_encoder_takes_all_at_once(make_context: Any) -> None:
+    ctx = make_context("t5", n_batch=32, n_ubatch=32)
+    ctx.encode(words(32))
+    with pytest.raises(InvalidBatch, match="n_ubatch is 32"):
+        ctx.encode(words(33))
+    with pytest.raises(InvalidBatch):
+        ctx.encode([])
+    with pytest.raises(SequenceIdError):
+        ctx.encode(LlamaBatch.from_arrays([5], [0], 4))
+    ctx.decode([0])
+
+
+def test_only_sequences_that_were_encoded_together_can_be_decoded(make_context: Any) -> None:
+    def one(seqs: list[int]) -> LlamaBatch:
+        rows = np.tile(np.array(seqs, np.int32), (12, 1))
+        return LlamaBatch.from_arrays(words(12), np.arange(12), rows)
+
+    ctx = make_context("t5")
+    ctx.encode(one([0, 1]))
+    for seq in (0, 1):
+        ctx.decode([0, 5, 6], seq_id=seq)
+    together = ctx.logits()
+    ctx.copy_kv_cache_seq(0, 2)
+    for seq in (2, 3):
+        with pytest.raises(DecodeError, match=f"sequence {seq}"):
+            ctx.decode([7], seq_id=seq)
+    # Another input replaces the encoder's output, so what was decoded for the old must go.
+    with pytest.raises(InvalidBatch):
+        ctx.encode(one([2]))
+    ctx.clear_kv_cache()
+    ctx.encode(one([2]))
+    with pytest.raises(DecodeError, match="sequence 0"):
+        ctx.decode([0, 5, 6], seq_id=0)
+    ctx.decode([0, 5, 6], seq_id=2)
+    assert differ(ctx.logits(), together) < RIGHT

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from pykvcache import LlamaModel, Sampler, embedded_model_path
-from pykvcache._json_pattern import UnsupportedPattern, convertible_pattern
+from pykvcache._json_pattern import convertible_pattern
 from pykvcache._json_schema import schema_grammar, violation
-from pykvcache.errors import ArgumentError, GrammarError
+from pykvcache.errors import GrammarError
 
 NODE = {
     "type": "object",
@@ -26,32 +26,19 @@ NODE = {
 SCHEMAS: dict[str, dict[str, Any]] = {
     "any": {},
     "string": {"type": "string"},
-    "lengths": {"type": "string", "minLength": 2, "maxLength": 5},
-    "date": {"type": "string", "format": "date"},
     "date-time": {"type": "string", "format": "date-time"},
-    "uuid": {"type": "string", "format": "uuid"},
-    "pattern": {"type": "string", "pattern": r"^\d{3}-[a-z]+$"},
     "pattern with a dot": {"type": "string", "pattern": "^.{2,6}$"},
     "pattern with what is not": {"type": "string", "pattern": "^[^a]{1,4}$"},
-    "pattern of all ASCII": {"type": "string", "pattern": "^[ -~]{1,8}$"},
-    "pattern of groups": {"type": "string", "pattern": "^(?:cat|dog)s?$"},
-    "pattern of letters": {"type": "string", "pattern": "^é+ö?$"},
     "pattern of words": {"type": "string", "pattern": r"^\w{1,3}\s\w+?$"},
     "pattern of signs": {"type": "string", "pattern": r"^a\.b\/\[c\]\-$"},
     "pattern of nothing": {"type": "string", "pattern": "^$"},
-    "integer": {"type": "integer"},
     "between": {"type": "integer", "minimum": -20, "exclusiveMaximum": 17},
-    "above": {"type": "integer", "exclusiveMinimum": 9.5},
     "below": {"type": "integer", "maximum": -103},
-    "number": {"type": "number"},
-    "boolean": {"type": "boolean"},
-    "null": {"type": "null"},
     "enum": {"enum": ["a", 1, None, {"x": [1]}]},
     "enum of a type": {"type": "string", "enum": ["a", 1, 'b\n"q"']},
     "const": {"const": "Größe \\ x"},
     "array": {"type": "array", "items": {"type": "null"}, "minItems": 1, "maxItems": 3},
     "tuple": {"type": "array", "prefixItems": [{"const": 1}, {"type": "null"}], "items": False},
-    "tuple of draft 7": {"type": "array", "items": [{"type": "null"}, {"enum": ["x"]}]},
     "object": {
         "type": "object",
         "properties": {"a": {"type": "boolean"}, "b": {"type": "integer"}, "c": {"type": "null"}},
@@ -59,18 +46,10 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     },
     "optional": {"properties": {f"p{i}": {"type": "boolean"} for i in range(12)}},
     "more": {"properties": {"a": {"type": "null"}}, "additionalProperties": {"type": "boolean"}},
-    "any object": {"type": "object", "additionalProperties": {"type": "boolean"}},
-    "required alone": {"type": "object", "required": ["zz"]},
-    "nothing": {"type": "object", "properties": {}, "additionalProperties": False},
     "anyOf": {"anyOf": [{"type": "integer"}, {"type": "array", "maxItems": 0}]},
-    "oneOf": {"oneOf": [{"const": 1}, {"const": 2}]},
     "types": {"type": ["string", "null"], "maxLength": 3},
     "a type of alternatives": {"type": "string", "anyOf": [{"maxLength": 2}, {"pattern": "^zz$"}]},
     "references": {"$defs": {"N": NODE}, "$ref": "#/$defs/N"},
-    "reference to all": {
-        "properties": {"kids": {"type": "array", "items": {"$ref": "#"}, "maxItems": 2}},
-        "required": ["kids"],
-    },
     "names of other alphabets": {
         "$defs": {"Ä": {"const": 1}, "Ö": {"const": 2}, "A_B": {"const": 3}, "A-B": {"const": 4}},
         "type": "array",
@@ -199,17 +178,13 @@ def test_integers_have_the_bounds_of_the_schema() -> None:
         ({"type": "number", "minimum": 0}, "minimum (#)"),
         ({"type": "integer", "multipleOf": 5}, "multipleOf (#)"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems (#)"),
-        ({"type": "array", "contains": {"const": 1}}, "contains (#)"),
         ({"not": {"type": "null"}}, "not (#)"),
-        ({"properties": {"a": {"not": {}}}}, "not (#/properties/a)"),
         ({"type": "object", "patternProperties": {"a": {}}}, "patternProperties (#)"),
-        ({"type": "object", "minProperties": 1}, "minProperties (#)"),
         ({"type": "string", "format": "email"}, "format (#)"),
         ({"type": "string", "pattern": "^a$", "minLength": 2}, "minLength (#)"),
         ({"type": "string", "pattern": "(?=a)b"}, "pattern '(?=a)b': a group begins with '(?' (#)"),
         ({"type": "string", "pattern": r"^\bx$"}, r"pattern '^\\bx$': \b has no equivalent (#)"),
         ({"type": "string", "pattern": '^"$'}, "characters that JSON escapes"),
-        ({"type": "string", "pattern": "("}, "it is not a regular expression"),
         ({"anyOf": [{"type": "null"}], "properties": {}}, "properties (#)"),
         ({"if": {}, "then": {}}, "if (#), then (#)"),
         ({"allOf": [{"type": "string"}, {"minLength": 2}]}, "allOf (#)"),
@@ -256,28 +231,24 @@ def chained(n: int) -> dict[str, Any]:
     ("schema", "why"),
     [
         (nested(65), "nested deeper than 64"),
-        (nested(5000), "not a JSON schema|nested deeper"),
         (chained(1000), "nested deeper than 64"),
         ({"properties": {f"p{i}": {} for i in range(201)}}, "201 properties are optional"),
         ({"anyOf": [{"const": i} for i in range(5000)]}, "more than 4096 schemas"),
         ({"type": "string", "minLength": 5, "maxLength": 2}, "minLength is above maxLength"),
-        ({"type": "array", "maxItems": 3000}, "must lie in"),
         ({"type": "integer", "minimum": 10**16}, "must lie within"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "no integer lies between"),
-        ({"type": "integer", "minimum": "3"}, "must lie within"),
         ({"type": "text"}, "there is no type 'text'"),
-        ({"type": []}, "'type' is empty"),
         ({"enum": []}, "'enum' must be a list that is not empty"),
         ({"enum": [1], "type": "string"}, "allow none of its values"),
-        ({"anyOf": []}, "'anyOf' must be a list that is not empty"),
         ({"$ref": "#/$defs/x"}, "leads nowhere"),
         ({"$ref": "https://example.org/x"}, "leads out of the schema"),
         ({"properties": {"a": False}}, "no value is allowed"),
         ({"properties": [], "type": "object"}, "'properties' must be an object"),
         ({"required": ["a"], "properties": {}, "additionalProperties": False}, "not allowed"),
         ("{", "not a JSON schema"),
-        ("[]", "it must be an object"),
         ({"const": object()}, "not a JSON schema"),
+        ({"type": "array", "minItems": float("inf")}, "must lie|not a JSON"),
+        ({"enum": [1], "minimum": "one"}, "minimum|allow none"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "left recursion"),
     ],
 )
@@ -285,18 +256,6 @@ def test_schemas_without_a_grammar_are_refused(vocab: LlamaModel, schema: Any, w
     for strict in (True, False):
         with pytest.raises(GrammarError, match=why):
             Sampler(json_schema=schema, strict=strict, model=vocab)
-
-
-def test_schemas_at_the_limits_have_a_grammar(vocab: LlamaModel) -> None:
-    Sampler(json_schema=nested(64), model=vocab)
-    Sampler(json_schema={"properties": {f"p{i}": {} for i in range(200)}}, model=vocab)
-
-
-def test_one_grammar_is_given(vocab: LlamaModel) -> None:
-    with pytest.raises(ArgumentError, match="grammar and json_schema are given"):
-        Sampler(json_schema={}, grammar='root ::= "a"', model=vocab)
-    with pytest.raises(ArgumentError, match="needs model"):
-        Sampler(json_schema={})
 
 
 @pytest.mark.parametrize(
@@ -322,33 +281,6 @@ def test_converted_patterns_allow_only_texts_of_the_schema(pattern: str) -> None
         if re.fullmatch(made[1:-1], text):
             assert re.search(pattern, text), (made, text)
             assert json.dumps(text, ensure_ascii=False) == f'"{text}"'
-
-
-def test_possessive_and_named_groups_are_unsupported() -> None:
-    for pattern in (r"(?P<n>a)", r"a\Z", r"^a^$", r"^a|b", r"\1"):
-        with pytest.raises(UnsupportedPattern):
-            convertible_pattern(pattern)
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"type": "array", "minItems": float("inf")},
-        {"allOf": [{"properties": []}, {"type": "object"}]},
-        {"allOf": [{"required": None}, {"type": "object"}]},
-        {"allOf": [{"required": "ab"}, {"type": "object"}]},
-        {"enum": [1], "minimum": "one"},
-        {"enum": [{"a": 1}], "patternProperties": {"(": {}}},
-        {"type": "string", "pattern": "^" + "(" * 101 + "a" + ")" * 101 + "$"},
-    ],
-)
-def test_keywords_of_another_type_are_one_typed_error(schema: Any, vocab: LlamaModel) -> None:
-    with pytest.raises(GrammarError):
-        Sampler(json_schema=schema, model=vocab)
-
-
-def test_a_long_list_of_values_takes_time_by_its_length(vocab: LlamaModel) -> None:
-    Sampler(json_schema={"enum": [f"value {i}" for i in range(5000)]}, model=vocab)
 
 
 @pytest.mark.parametrize(

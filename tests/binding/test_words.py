@@ -42,11 +42,6 @@ def split(text: bytes, patterns: list[bytes], *, original: bool = False) -> list
     return lib.split_text(text, patterns, False, original)
 
 
-def test_the_patterns_of_llama_cpp_are_found() -> None:
-    assert len(PATTERNS) >= 25
-    assert len(pretokenizers.names()) >= 80
-
-
 @pytest.mark.hazard("N31")
 @pytest.mark.parametrize("patterns", PATTERNS, ids=range(len(PATTERNS)))
 def test_words_are_those_of_std_regex(patterns: list[bytes]) -> None:
@@ -76,7 +71,7 @@ def test_a_long_run_of_one_kind_has_its_words(kind: str) -> None:
 def test_the_time_grows_with_the_text_and_not_with_its_square(kind: str) -> None:
     unit, end = RUNS[kind].split(b"%s")
     seconds = []
-    for n in (10_000, 200_000):
+    for n in (5_000, 100_000):
         text = unit * (n // len(unit)) + end
         start = time.process_time()
         for patterns in PATTERNS:
@@ -102,30 +97,12 @@ def test_invalid_code_points_are_replaced() -> None:
 
 
 @pytest.mark.hazard("N31")
-@pytest.mark.parametrize(
-    "name", ["deepseek-v3", "gpt-4o", "tekken", "jais-2", "superbpe", "default"]
-)
-@pytest.mark.parametrize("text", ["x" * 30_000, " " * 30_000, "漢" * 20_000, "1" * 30_000])
-def test_texts_of_any_length_are_tokenized(
-    model_folder: Path, tmp_path: Path, name: str, text: str
-) -> None:
+@pytest.mark.parametrize("name", ["deepseek-v3", "gpt-4o", "superbpe"])
+def test_texts_of_any_length_are_tokenized(model_folder: Path, tmp_path: Path, name: str) -> None:
     path = with_keys(
         make_model("llama_bpe", model_folder), tmp_path / "m.gguf", {"tokenizer.ggml.pre": name}
     )
     one = LlamaModel(path, vocab_only=True)
-    tokens = one.tokenize(text, add_special=False)
-    assert b"".join(one.token_to_piece(token) for token in tokens) == text.encode()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", pretokenizers.names())
-def test_every_pre_tokenizer_takes_long_texts(
-    model_folder: Path, tmp_path: Path, name: str
-) -> None:
-    path = with_keys(
-        make_model("llama_bpe", model_folder), tmp_path / "m.gguf", {"tokenizer.ggml.pre": name}
-    )
-    one = LlamaModel(path, vocab_only=True)
-    for unit in LONG.values():
-        tokens = one.tokenize(unit * 100_000, add_special=False)
-        assert ((tokens >= 0) & (tokens < one.n_vocab)).all()
+    for text in ("x" * 30_000, " " * 30_000, "漢" * 20_000, "1" * 30_000):
+        tokens = one.tokenize(text, add_special=False)
+        assert b"".join(one.token_to_piece(token) for token in tokens) == text.encode()

@@ -1,18 +1,17 @@
-"""The compiled layer belongs to the main interpreter: others get an ImportError."""
+"""The compiled layer belongs to the main interpreter and needs the GIL: ImportErrors elsewhere."""
 
 from __future__ import annotations
 
-import re
+import os
 import subprocess
 import sys
 import sysconfig
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
 
-SOURCE = Path(__file__).parents[2] / "src" / "pykvcache"
+FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 
 # How each Python makes an interpreter that may load single-phase extensions.
 BEGIN = """
@@ -57,13 +56,8 @@ def child(code: str) -> str:
     return done.stdout
 
 
-@pytest.mark.hazard("N37")
-def test_the_import_is_refused() -> None:
-    assert child(f"run({REFUSED!r}); print('end')") == "end\n"
-
-
 @pytest.mark.skipif(
-    bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
+    FREE_THREADED,
     reason="NumPy for free-threaded interpreters cannot be used in a subinterpreter",
 )
 def test_the_import_says_so_once_and_the_array_caches_work() -> None:
@@ -82,7 +76,8 @@ assert keys.shape == (1, 1, 2, 4)
     assert child(f"run({code!r}); print('end')") == "end\n"
 
 
-def test_the_main_interpreter_is_unharmed() -> None:
+@pytest.mark.hazard("N37")
+def test_the_import_is_refused_and_the_main_interpreter_unharmed() -> None:
     use = "assert model.detokenize(model.tokenize('Lucy has a red kite.')).strip()"
     code = f"""
 import pykvcache
@@ -99,40 +94,49 @@ print("end")
     assert child(code) == "end\n"
 
 
-def test_the_extension_checks_by_itself() -> None:
-    """Also without Python's module, or with a loader that bypasses the package."""
-    code = """
-import sys
-sys.modules["_interpreters"] = sys.modules["_xxsubinterpreters"] = None
-try:
-    import pykvcache._native.lib
-except ImportError as error:
-    assert "subinterpreter" in str(error), error
-else:
-    raise AssertionError("imported")
-"""
-    assert child(f"run({code!r}); print('end')") == "end\n"
+# The GIL --------------------------------------------------------------------------------
 
-
-def test_refused_imports_leave_numpy_to_the_main_interpreter() -> None:
-    """NumPy works only in the first interpreter that loads it, so refusals must come before."""
-    compiled = [
-        ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
-        for path in sorted(SOURCE.rglob("*.py"))
-        if re.search(r"^from pykvcache\._native", path.read_text("utf-8"), re.MULTILINE)
-    ]
-    assert len(compiled) > 20
-    refused = f"""
-import importlib, sys
+WITHOUT_GIL = """
 import pykvcache
-for load in (*{compiled}, "LlamaContext", "LlamaSequence", "PrefixCache", "describe_state"):
+for load in ("LlamaModel", "system_info", "LlamaModel"):
     try:
-        getattr(pykvcache, load) if "." not in load else importlib.import_module(load)
+        getattr(pykvcache, load)
     except ImportError as error:
-        assert "subinterpreter" in str(error), error
+        assert "needs the GIL, and PYTHON_GIL=0" in str(error), error
     else:
         raise AssertionError(load)
-assert "numpy" not in sys.modules
+from pykvcache.arrays import KVCache
+import numpy as np
+keys, _ = KVCache().update(np.ones((1, 1, 2, 4)), np.ones((1, 1, 2, 4)))
+assert keys.shape == (1, 1, 2, 4)
+print("end")
 """
-    use = "import numpy, pykvcache; pykvcache.LlamaModel(pykvcache.embedded_model_path()).close()"
-    assert child(f"run({refused!r}); {use}; print('end')") == "end\n"
+
+
+def with_gil(code: str, gil: str) -> str:
+    env = {k: v for k, v in os.environ.items() if k != "PYTHON_GIL"}
+    if gil and FREE_THREADED:
+        env["PYTHON_GIL"] = gil
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.hazard("N170")
+def test_without_the_gil_the_import_is_refused() -> None:
+    # Another interpreter says the same of itself.
+    pretend = "" if FREE_THREADED else "import sys; sys._is_gil_enabled = lambda: False\n"
+    assert with_gil(pretend + WITHOUT_GIL, gil="0") == "end"
+
+
+@pytest.mark.skipif(not FREE_THREADED, reason="for a free-threaded Python")
+def test_a_free_threaded_python_turns_the_gil_on() -> None:
+    code = "import sys, pykvcache; pykvcache.system_info(); print(sys._is_gil_enabled())"
+    assert with_gil(code, gil="") == "True"

@@ -69,50 +69,19 @@ def texts(rng: Random) -> Any:
 
 def grammars(rng: Random) -> Any:
     whole = ["root ::= [0-9]+", 'root ::= "a" | "b" root', "root ::= [", "", 'x ::= "a"']
-    pieces = [
-        "root",
-        " ::= ",
-        '"a"',
-        "[a-z]",
-        "|",
-        "*",
-        "+",
-        "?",
-        "(",
-        ")",
-        "{2}",
-        "\n",
-        "x",
-        "{5,2}",
-    ]
+    pieces = ["root", " ::= ", '"a"', "[a-z]", *"|*+?()x\n", "{2}", "{5,2}"]
     if rng.random() < 0.5:
         return rng.choice(whole)
     return "root ::= " + "".join(rng.choice(pieces) for _ in range(rng.randint(1, 8)))
 
 
 MESSAGES = [{"role": "user", "content": "hi"}]
-TEMPLATES = [
-    "{{ messages[0].content }}",
-    "{{ messages }}",
-    "{{ 1 / 0 }}",
-    "{% for",
-    "{{ ''.__class__ }}",
-    "x",
-]
+TEMPLATES = ["{{ messages[0].content }}", "{{ 1 / 0 }}", "{% for", "{{ ''.__class__ }}", "x"]
 
 FLAGS = ["kv_unified", "swa_full", "embeddings", "offload_kqv", "op_offload", "no_perf"]
 FLAGS += ["mapped", "convert", "logits", "logits_all", "special", "add_special", "parse_special"]
-FLAGS += [
-    "keep_logits",
-    "reevaluate",
-    "vocab_only",
-    "check_tensors",
-    "use_extra_bufts",
-    "add_generation_prompt",
-    "strict",
-    "partial",
-    "parallel_tool_calls",
-]
+FLAGS += ["keep_logits", "reevaluate", "vocab_only", "check_tensors", "use_extra_bufts"]
+FLAGS += ["add_generation_prompt", "strict", "partial", "parallel_tool_calls"]
 FRACTIONS = ["temperature", "top_p", "min_p", "repeat_penalty"]
 FRACTIONS += ["frequency_penalty", "presence_penalty"]
 FRACTIONS += ["typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold", "dry_multiplier"]

@@ -40,6 +40,9 @@ class Raises:
     def __len__(self) -> int:
         raise CallersOwn("no length today")
 
+    def __repr__(self) -> str:
+        raise CallersOwn("no text today")
+
     def __iter__(self) -> Any:
         raise CallersOwn("no elements today")
 
@@ -53,41 +56,16 @@ INTEGERS: list[Any] = [
     *(0, 1, 2, 3, 4, -1, -2, 5, 19, 20, 255, 256, 257, 319, 320, 511, 512, 10_000),
     *(MAX, MAX - 1, 2**31, -(2**31), -(2**31) - 1, 2**32 - 1, 2**32, 2**32 + 1),
     *(2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 2**64, 10**40, -(10**40)),
+    *(10**5000, -(10**5000)),  # Python writes no more than 4,300 digits
     *(np.int8(-1), np.uint8(255), np.int64(3), np.uint64(2**64 - 1), np.int32(MAX)),
     *(Index(0), Index(3), Index(-1), Index(2**40)),
 ]
 
 OTHERS: list[Any] = [
     *(None, True, False, 1.0, -0.5, 1e300, float("nan"), float("inf"), -float("inf"), 1j),
-    *(
-        "",
-        "a",
-        "0",
-        "\0",
-        "\ud800",
-        "f16",
-        "auto",
-        b"",
-        b"\xff\0",
-        bytearray(b"ab"),
-        memoryview(b"a"),
-    ),
-    *(
-        [],
-        [1],
-        [[1]],
-        [None],
-        [1.5],
-        [True],
-        [2**40],
-        (),
-        (0, 1),
-        {},
-        {1: 2},
-        {5},
-        range(3),
-        [0] * 300,
-    ),
+    *("", "a", "0", "\0", "\ud800", "f16", "auto", b"", b"\xff\0", bytearray(b"ab")),
+    *(memoryview(b"a"), "x" * 100_000, [], [1], [[1]], [None], [1.5], [True], [2**40], ()),
+    *((0, 1), {}, {1: 2}, {5}, range(3), [0] * 300),
     *(np.bool_(True), np.float32("nan"), np.str_("a"), decimal.Decimal(1), object(), object, len),
     *(NotImplemented, Ellipsis, BadIndex(), Raises(), Index, iter([1, 2]), slice(1)),
 ]

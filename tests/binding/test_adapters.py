@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +29,9 @@ from pykvcache.errors import (
     UnsupportedOperation,
 )
 from support.adapters import write_adapter, write_control, write_merged
-from support.models import EXACT, MODELS, RIGHT, WRONG, make_model
+from support.models import EXACT, RIGHT, WRONG, make_model
 
-NAMES = ["llama", "gemma3", "mamba2", "jamba", "lfm2", "lfm2_swa", "granitehybrid"]
+NAMES = ["llama", "gemma3", "mamba2", "jamba", "lfm2_swa"]
 PROMPT = np.arange(20, 84, dtype=np.int32)
 Logits = NDArray[np.float32]
 
@@ -86,42 +82,12 @@ def test_an_adapter_does_what_merged_weights_do(folder: Path, name: str) -> None
     for k, (given, merged) in enumerate(
         [
             ([one], [(1, 1.0)]),
-            ([(one, 0.5)], [(1, 0.5)]),
             ([(one, -0.25), (two, 1.5)], [(1, -0.25), (2, 1.5)]),
         ]
     ):
         right = fresh(write_merged(folder / f"{name}-merged{k}.gguf", name, merged))
         assert differ(base, right) > WRONG
         assert differ(with_adapters(model, given), right) < RIGHT
-    model.close()
-
-
-PEER = """
-import sys
-import numpy as np
-from llama_cpp import Llama
-
-model, adapter, scale, tokens, out = sys.argv[1:]
-llama = Llama(model, n_ctx=256, lora_path=adapter, lora_scale=float(scale), logits_all=True,
-              type_k=0, type_v=0, verbose=False)
-llama.eval([int(token) for token in tokens.split(",")])
-np.save(out, llama.scores[llama.n_tokens - 1])
-"""
-
-
-def test_logits_are_those_of_llama_cpp_python(folder: Path, tmp_path: Path, name: str) -> None:
-    """PYKVCACHE_PEER names a Python that has llama-cpp-python; by default this one."""
-    python = os.environ.get("PYKVCACHE_PEER", sys.executable)
-    asked = subprocess.run([python, "-c", "import llama_cpp"], capture_output=True, check=False)
-    if asked.returncode:
-        pytest.skip("llama-cpp-python is not installed: pip install llama-cpp-python")
-    model, one, _ = load(folder, name)
-    paths = [str(make_model(name, folder)), str(folder / f"{name}-1.lora.gguf")]
-    tokens, out = ",".join(map(str, PROMPT)), str(tmp_path / "logits.npy")
-    for scale in (1.0, -0.5):
-        command = [python, "-c", PEER, *paths, str(scale), tokens, out]
-        subprocess.run(command, check=True, timeout=120)
-        assert differ(with_adapters(model, [(one, scale)]), np.load(out)) < RIGHT
     model.close()
 
 
@@ -133,25 +99,13 @@ def test_paths_are_loaded(folder: Path) -> None:
         with_adapters(model, [one, paths[0]])
     with pytest.raises(TypeError, match="must be a list"):
         with_adapters(model, str(paths[0]))
+    with LlamaContext(model, n_ctx=256, adapters=[(one, 0.0)]) as ctx:
+        assert ctx.adapters == ()
     with LLM(model.path, n_ctx=256, adapters=paths) as llm:
         assert [(a.digest, scale) for a, scale in llm.context.adapters] == [
             (one.digest, 1.0),
             (two.digest, 0.5),
         ]
-
-
-def test_scale_0_has_no_effect(folder: Path) -> None:
-    model, one, _ = load(folder, "llama")
-    base = with_adapters(model, [])
-    assert np.array_equal(with_adapters(model, [(one, 0.0)]), base)
-    with LlamaContext(model, n_ctx=256, adapters=[(one, 0.0)]) as ctx:
-        assert ctx.adapters == ()
-
-
-def test_adapters_of_half_precision_work(folder: Path) -> None:
-    model, one, _ = load(folder, "llama")
-    half = model.load_adapter(write_adapter(folder / "half.gguf", "llama", 1, dtype=np.float16))
-    assert differ(with_adapters(model, [half]), with_adapters(model, [one])) < WRONG
 
 
 def test_a_control_vector_is_added_to_what_a_layer_puts_out(folder: Path) -> None:
@@ -268,21 +222,6 @@ def test_tiers_keep_adapters_apart(folder: Path, tmp_path: Path, name: str) -> N
     model.close()
 
 
-def test_names_of_blocks_without_adapters_stay() -> None:
-    from pykvcache.prefix.block_hash import adapters_digest, space_of, split_space
-
-    assert adapters_digest(()) == b""
-    assert space_of("tenant") == "tenant"
-    digest = adapters_digest(("lora:a:1.0",))
-    spaces = [
-        space_of(text, made)
-        for text in ("", "x", "\0", "\0" + digest.hex())
-        for made in (b"", digest)
-    ]
-    assert len(set(spaces)) == len(spaces)
-    assert [split_space(one)[1] for one in spaces] == [b"", digest] * 4
-
-
 def test_states_of_other_adapters_are_refused(folder: Path, tmp_path: Path, name: str) -> None:
     model, one, two = load(folder, name)
     with LlamaContext(model, n_ctx=256, adapters=[one], **EXACT) as ctx:
@@ -338,33 +277,6 @@ def test_an_adapter_lives_as_long_as_a_context_uses_it(folder: Path) -> None:
     ctx.close()
 
 
-def test_adapters_are_loaded_and_freed_during_decodes(folder: Path) -> None:
-    model, one, _ = load(folder, "llama")
-    right = with_adapters(model, [one])
-    stop, wrong = threading.Event(), list[float]()
-
-    def decode() -> None:
-        with LlamaContext(model, n_ctx=256, adapters=[one], **EXACT) as ctx:
-            while not stop.is_set():
-                ctx.clear_kv_cache()
-                ctx.decode(PROMPT)
-                wrong.append(differ(ctx.logits(), right))
-
-    threads = [threading.Thread(target=decode) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for _ in range(30):
-        other = model.load_adapter(folder / "llama-2.lora.gguf")
-        with LlamaContext(model, n_ctx=256, adapters=[other]) as ctx:
-            ctx.decode(PROMPT)
-        del other
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert wrong
-    assert max(wrong) < RIGHT
-
-
 def test_digests_name_contents(folder: Path, tmp_path: Path) -> None:
     model, one, two = load(folder, "llama")
     copy = tmp_path / "copy.gguf"
@@ -372,12 +284,8 @@ def test_digests_name_contents(folder: Path, tmp_path: Path) -> None:
     assert model.load_adapter(copy).digest == one.digest != two.digest
     assert one.metadata["general.type"] == "adapter"
     assert one.invocation_tokens == ()
-
-
-def test_an_activated_adapter_says_what_invokes_it(folder: Path) -> None:
-    with LlamaModel(make_model("llama", folder)) as model:
-        path = write_adapter(folder / "alora.gguf", "llama", 3, invocation=[5, 6, 7])
-        assert model.load_adapter(path).invocation_tokens == (5, 6, 7)
+    invoked = write_adapter(tmp_path / "alora.gguf", "llama", 3, invocation=[5, 6, 7])
+    assert model.load_adapter(invoked).invocation_tokens == (5, 6, 7)
 
 
 # Refusals -----------------------------------------------------------------------------------------
@@ -419,7 +327,7 @@ def test_damaged_adapters_never_end_the_process(folder: Path, tmp_path: Path) ->
     good = (folder / "llama-1.lora.gguf").read_bytes()
     rng = np.random.default_rng(1)
     path = tmp_path / "damaged.gguf"
-    for _ in range(300):
+    for _ in range(150):
         data = bytearray(good)
         for at in rng.integers(0, 4000, rng.integers(1, 4)):
             data[at] = rng.integers(0, 256)
@@ -468,13 +376,3 @@ def test_a_model_without_weights_has_no_adapters(folder: Path) -> None:
     model = LlamaModel(make_model("llama", folder), vocab_only=True)
     with model, pytest.raises(UnsupportedOperation):
         model.load_adapter(folder / "llama-1.lora.gguf")
-
-
-def test_every_model_that_takes_adapters_is_tried() -> None:
-    assert {MODELS[name].memory for name in NAMES} == {
-        "attention",
-        "sliding-window",
-        "recurrent",
-        "hybrid",
-        "hybrid-sliding-window",
-    }

@@ -6,13 +6,11 @@ llama.cpp has to read them, too.
 
 from __future__ import annotations
 
-import json
 import pickle
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,7 +24,7 @@ from pykvcache.errors import (
     GrammarError,
     UnsupportedOperation,
 )
-from support.chat_formats import ANSWERS, CLOCK, TOOLS, WEATHER, Answer
+from support.chat_formats import ANSWERS, CLOCK, TOOLS, Answer
 
 pytest.importorskip("jinja2")
 
@@ -169,10 +167,6 @@ def test_wrong_arguments_are_an_error_with_the_text(hermes: Any, arguments: str,
     again = pickle.loads(pickle.dumps(caught.value))
     assert (again.text, str(again)) == (text, str(caught.value))
     assert hermes(text, partial=True).content == ""
-
-
-@needs_templates
-def test_an_unknown_tool_is_an_error(hermes: Any) -> None:
     with pytest.raises(ChatParseError):
         hermes(call('{"place": "Paris"}', "get_rain"))
 
@@ -244,22 +238,10 @@ def test_a_schema_holds_the_content_after_the_reasoning(vocab: LlamaModel) -> No
     assert (message.reasoning.strip(), message.content.strip()) == ("How many?", '{"n": 3}')
 
 
-def test_formats_are_found_once(vocab: LlamaModel) -> None:
-    from pykvcache import chat_format
-
-    vocab.chat_format(template=PLAIN)
-    before = chat_format._analyse.cache_info()
-    for _ in range(3):
-        vocab.chat_format(template=PLAIN)
-    after = chat_format._analyse.cache_info()
-    assert after.misses == before.misses
-
-
 @pytest.mark.parametrize(
     ("more", "error", "why"),
     [
         ({"tools": [{"name": "f"}]}, ArgumentError, r"tools\[0\] must be"),
-        ({"tools": [len]}, ArgumentError, r"tools\[0\] must be"),
         ({"tools": [{"type": "function", "function": {}}]}, ArgumentError, "has no 'name'"),
         ({"tools": [CLOCK, CLOCK]}, ArgumentError, "two tools named 'clock'"),
         ({"tools": [CLOCK], "tool_choice": "some"}, ArgumentError, "tool_choice is 'some'"),
@@ -276,16 +258,10 @@ def test_formats_are_found_once(vocab: LlamaModel) -> None:
         ({"template": "{{ raise_exception('no') }}"}, ChatTemplateError, "no"),
         ({"template": "{% for"}, ChatTemplateError, "template"),
         (
-            {"template": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"},
-            ChatTemplateError,
-            "Recursion",
-        ),
-        (
             {"template": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"},
             ChatTemplateError,
             "ecursion",
         ),
-        ({"template": "{% for i in range(10 ** 9) %}a{% endfor %}"}, ChatTemplateError, "range"),
         ({"template": 5}, TypeError, "template must be text"),
         ({"x": object()}, TypeError, "plain data"),
         ({"strict": 1}, TypeError, "strict"),
@@ -327,8 +303,8 @@ def run():
     }.items():
         template = (Path(sys.argv[1]) / f"{name}.jinja").read_text(encoding="utf-8")
         form = model.chat_format(tools=TOOLS, template=template)
-        for inside in ("[", "{", '{"a":', "[[", '["]",', '[{"a": [', "{a:["):
-            for n in (100, 4000, 100000):
+        for inside in ("[", '{"a":', '["]",', '[{"a": [', "{a:["):
+            for n in (4000, 100000):
                 for partial in (True, False):
                     try:
                         form.parse(begin + inside * n, partial=partial)
@@ -352,38 +328,3 @@ def test_no_nesting_ends_the_process() -> None:
         cwd=Path(__file__).parents[1],
     )
     assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr[-1000:]
-
-
-@needs_templates
-def test_ordinary_nesting_is_read(vocab: LlamaModel) -> None:
-    schema = {"type": "object", "properties": {"tree": {}}, "required": ["tree"]}
-    function = {"name": "plant", "parameters": schema}
-    inside: Any = "leaf"
-    for i in range(40):
-        inside = [inside] if i % 2 else {"branch": inside}
-    text = call(json.dumps({"tree": inside}), "plant")
-    (one,) = vocab.parse_chat(
-        text,
-        tools=[{"type": "function", "function": function}],
-        template=source("Qwen-Qwen2.5-7B-Instruct"),
-    ).tool_calls
-    assert one.arguments == {"tree": inside}
-
-
-@needs_templates
-def test_keywords_that_the_grammar_ignores_are_checked_afterwards(vocab: LlamaModel) -> None:
-    """A grammar cannot enforce ``multipleOf``: it is ignored, and the arguments are checked."""
-    schema = {"type": "object", "properties": {"n": {"type": "number", "multipleOf": 5}}}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
-    template = source("Qwen-Qwen2.5-7B-Instruct")
-    assert vocab.parse_chat(call('{"n": 10}', "f"), tools=tools, template=template).tool_calls
-    with pytest.raises(ChatParseError, match="not a multiple of 5"):
-        vocab.parse_chat(call('{"n": 7}', "f"), tools=tools, template=template)
-
-
-def test_tools_of_other_kinds_of_mappings_are_read(vocab: LlamaModel) -> None:
-
-    tools = [
-        MappingProxyType({"type": "function", "function": MappingProxyType(WEATHER["function"])})
-    ]
-    assert vocab.parse_chat("Hi", tools=tools, template=PLAIN).content == "Hi"

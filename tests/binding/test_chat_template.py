@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-from datetime import datetime
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
@@ -41,10 +40,6 @@ def test_messages_are_rendered_with_the_tokens_of_the_model(model: Any) -> None:
     assert text == "<s>[user]Hi</s>[assistant]Ho</s>"
 
 
-def test_tokens_that_a_model_lacks_are_empty(model: Any) -> None:
-    assert model("llama_test").apply_chat_template([], template="<{{ bos_token }}>") == "<>"
-
-
 def test_a_model_renders_its_own_template(model_folder: Path, tmp_path: Path) -> None:
     path = with_keys(
         make_model("llama", model_folder),
@@ -57,13 +52,7 @@ def test_a_model_renders_its_own_template(model_folder: Path, tmp_path: Path) ->
         assert one.apply_chat_template(MESSAGES, template="other") == "other"
 
 
-def test_rendering_needs_a_template(model: Any) -> None:
-    assert model("llama").chat_template is None
-    with pytest.raises(ValueError, match="no chat template"):
-        model("llama").apply_chat_template(MESSAGES)
-
-
-def test_a_message_without_a_role_is_refused(model: Any) -> None:
+def test_messages_without_a_role_or_a_template_are_refused(model: Any) -> None:
     """A template leaves it out without a word, and the answer is to nothing."""
     for wrong in ({"rol": "user", "content": "Hi"}, {}, {"role": None, "content": "Hi"}):
         with pytest.raises(ValueError, match=r"messages\[2\] has no 'role': its keys are"):
@@ -73,6 +62,12 @@ def test_a_message_without_a_role_is_refused(model: Any) -> None:
     for wrong in ("Hi", ["Hi"], [None], None, {"role": "user"}):
         with pytest.raises(TypeError, match="sequence of mappings with 'role'"):
             model("llama").apply_chat_template(wrong, template=TEMPLATE)
+    for wrong in (5, b"x", ["x"]):
+        with pytest.raises(TypeError):
+            model("llama").apply_chat_template(MESSAGES, template=wrong)
+    assert model("llama").chat_template is None
+    with pytest.raises(ValueError, match="no chat template"):
+        model("llama").apply_chat_template(MESSAGES)
 
 
 def test_a_template_may_refuse_the_messages(model: Any) -> None:
@@ -102,35 +97,18 @@ def test_a_message_without_content_is_refused(model: Any, wrong: dict[str, Any])
         assert str(caught.value).endswith("'role', 'text'")
 
 
-def test_content_may_be_empty_or_a_tool_call(model: Any) -> None:
-    calls = [{"function": {"name": "f", "arguments": {}}}]
-    messages = [
-        {"role": "user", "content": ""},
-        {"role": "assistant", "tool_calls": calls},
-        {"role": "assistant", "reasoning_content": "Hm."},
-    ]
-    template = "{% for m in messages %}{{ m.role[0] }}{% endfor %}"
-    assert model("llama").apply_chat_template(messages, template=template) == "uaa"
-
-
 @pytest.mark.hazard("N35")
 @pytest.mark.parametrize(
     "template",
     [
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.append(1) }}",
-        "{{ messages.clear() }}",
         "{{ messages[0].update(role='x') }}",
         "{{ raise_exception.__globals__ }}",
         "{{ cycler.__init__.__globals__.os.system('true') }}",
-        "{{ namespace().__init__.__globals__ }}",
         "{% import 'os' as os %}",
-        "{% include '/etc/passwd' %}",
         "{{ open('/etc/passwd') }}",
-        "{{ self.__init__() }}",
-        "{{ ''.join.__self__.__class__ }}",
         "{{ '{0.__class__}'.format(1) }}",
-        "{{ ('%s' | format(1)).__class__ }}",
     ],
 )
 def test_a_hostile_template_gets_out_nothing(model: Any, template: str) -> None:
@@ -150,32 +128,14 @@ def test_a_hostile_template_gets_out_nothing(model: Any, template: str) -> None:
         "{% for",
         "{{ 1 / 0 }}",
         "{{ nothing.at.all }}",
-        "{{ messages[99].role.x }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{% for i in range(10 ** 9) %}a{% endfor %}",
-        "{{ 'a' + 1 }}",
         "{{ 'x' | nosuchfilter }}",
-        "{{ raise_exception() }}",
     ],
 )
 def test_a_broken_template_is_a_value_error(model: Any, template: str) -> None:
     with pytest.raises(ChatTemplateError, match="template"):
         model("llama").apply_chat_template(MESSAGES, template=template)
-
-
-@pytest.mark.parametrize(
-    ("messages", "template"),
-    [(None, "x"), (5, "x"), (MESSAGES, 5), (MESSAGES, b"x"), (MESSAGES, ["x"])],
-)
-def test_wrong_types_are_type_errors(model: Any, messages: Any, template: Any) -> None:
-    with pytest.raises(TypeError):
-        model("llama").apply_chat_template(messages, template=template)
-
-
-def test_unicode_and_percent_signs_pass_through(model: Any) -> None:
-    messages = [{"role": "user", "content": "100% {{ 7 * 7 }} {% raw %} é漢😀 \0"}]
-    text = model("llama").apply_chat_template(messages, template="{{ messages[0].content }}")
-    assert text == messages[0]["content"]
 
 
 # What transformers adds to Jinja -----------------------------------------------------------
@@ -218,12 +178,6 @@ def test_renders_as_in_transformers(text: Any, template: str, expected: str) -> 
     assert text(template) == expected
 
 
-def test_the_date_is_that_of_the_clock(text: Any) -> None:
-    before = datetime.now().replace(microsecond=0)
-    found = datetime.strptime(text("{{ strftime_now('%Y-%m-%d %H:%M:%S') }}"), "%Y-%m-%d %H:%M:%S")
-    assert before <= found <= datetime.now()
-
-
 def test_tools_documents_and_variables_are_passed(text: Any) -> None:
     template = "{{ tools[0].name }}{{ documents[0].title }}{{ enable_thinking }}{{ bos_token }}"
     made = text(
@@ -240,17 +194,9 @@ def test_keys_without_a_value_are_missing_in_messages(text: Any) -> None:
     messages = [{"role": "assistant", "content": None, "tool_calls": [{"id": None}]}]
     template = "{{ messages[0].content is defined }}{{ messages[0].tool_calls[0].id is none }}"
     assert text(template, messages) == "FalseTrue"
-
-
-@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
-def test_reasoning_is_found_under_the_names_that_templates_read(text: Any, name: str) -> None:
     template = "{{ messages[0].reasoning_content }}{{ messages[0].thinking }}"
-    assert text(template, [{"role": "assistant", name: "Hm."}]) == "Hm.Hm."
-
-
-def test_tokens_that_a_model_lacks_are_not_defined(model: Any) -> None:
-    made = model("llama_test").apply_chat_template([], template="{{ bos_token is defined }}")
-    assert made == "False"
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        assert text(template, [{"role": "assistant", name: "Hm."}]) == "Hm.Hm."
 
 
 class Role(str, Enum):
@@ -263,15 +209,10 @@ def test_values_of_other_types_become_plain_ones(text: Any) -> None:
     assert text("{{ messages }}", messages) == shown
 
 
-@pytest.mark.parametrize(
-    "more", [{"tools": [len]}, {"tools": {"a": 1}}, {"documents": "x"}, {"x": object()}, {"x": b""}]
-)
-def test_only_plain_data_is_rendered(text: Any, more: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match=r"must be a sequence of mappings|plain data"):
-        text("x", **more)
-
-
-def test_a_list_that_holds_itself_is_refused(text: Any) -> None:
+def test_only_plain_data_is_rendered(text: Any) -> None:
+    for more in ({"tools": [len]}, {"tools": {"a": 1}}, {"documents": "x"}, {"x": object()}):
+        with pytest.raises(TypeError, match=r"must be a sequence of mappings|plain data"):
+            text("x", **more)
     inside: list[Any] = []
     inside.append(inside)
     with pytest.raises(ArgumentError, match="nested deeper than 100"):

@@ -90,12 +90,6 @@ def test_a_zero_to_divide_by_is_refused_before_the_load(
         assert model.n_vocab > 0
 
 
-def test_a_count_that_is_missing_counts_as_zero(tmp_path: Path) -> None:
-    path = damaged(tmp_path / "m.gguf", "gemma3", {".attention.head_count": None})
-    with pytest.raises(ModelLoadError, match="head_count is 0 or missing"):
-        LlamaModel(path)
-
-
 @pytest.mark.hazard("N28")
 def test_a_rotation_of_no_dimension_which_never_ends_is_refused(tmp_path: Path) -> None:
     path = damaged(tmp_path / "m.gguf", "minimax_m3", {".rope.dimension_count": 0})

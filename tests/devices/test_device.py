@@ -6,7 +6,6 @@ Skipped where the build knows no device but the CPU. ``make test-device`` makes 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 
 from kv.kit import different
 from pykvcache import LlamaBatch, LlamaContext, LlamaModel, devices
-from pykvcache.errors import StateLayoutMismatch, UnsupportedOperation
+from pykvcache.errors import UnsupportedOperation
 from support.models import EXACT, MODELS, make_model
 
 WORDS = np.random.default_rng(5).integers(5, 250, 48).astype(np.int32)
@@ -104,16 +103,6 @@ def test_the_rotation_of_keys_is_read(name: str, layers: int, bench: Bench) -> N
 
 
 @in_both_ways
-def test_states_of_another_rotation_are_refused(layers: int, bench: Bench) -> None:
-    ctx = bench("llama", layers)
-    ctx.decode(WORDS)
-    state = ctx.sequence_state(0)
-    bench("llama", layers).restore_sequence(state, 0)
-    with pytest.raises(StateLayoutMismatch, match="freq_base"):
-        bench("llama", layers, rope_freq_base=5000.0).restore_sequence(state, 0)
-
-
-@in_both_ways
 @pytest.mark.parametrize("name", ["llama", "llama3l", "gemma3"])
 def test_shifted_keys_are_those_computed_there(name: str, layers: int, bench: Bench) -> None:
     moved, fresh = bench(name, layers), bench(name, layers)
@@ -173,32 +162,6 @@ def test_forks_and_partial_states_stand(name: str, layers: int, bench: Bench) ->
         ctx.decode(WORDS[:5], seq_id=0)
         ctx.set_partial_state(partial)
         assert near(next_logits(ctx, 0), first)
-
-
-@on_every
-def test_a_view_of_a_device_is_refused(name: str, bench: Bench) -> None:
-    ctx = bench(name, 99)
-    ctx.decode(WORDS)
-    if not has_arrays(name):
-        return
-    with pytest.raises(UnsupportedOperation, match="copy=True") as refused:
-        ctx.kv(0, copy=False)
-    assert any(f"({where})" in str(refused.value) for where in ctx.memory_info.buffer_types)
-
-
-@pytest.mark.parametrize("type_k", ["f16", "q8_0"])
-@pytest.mark.parametrize("flash", ["disabled", "enabled"])
-def test_stored_types_and_transposed_values(type_k: str, flash: str, bench: Bench) -> None:
-    """Values lie transposed without flash attention: each is read on its own."""
-    options: dict[str, Any] = {"type_k": type_k, "flash_attn": flash}
-    ctx = bench("llama_h64", 99, **options)
-    ctx.decode(WORDS)
-    ctx.clear_kv_cache_seq(0, 40)
-    ctx.write_kv(replace(ctx.kv(0)), 1)
-    ctx.set_state(ctx.get_state(0), 2)
-    logits = [next_logits(ctx, seq_id) for seq_id in range(3)]
-    assert near(logits[1], logits[0], 2e-2)
-    assert near(logits[2], logits[0])
 
 
 @pytest.mark.parametrize("layers", LAYERS)

@@ -79,7 +79,7 @@ def test_the_best_is_chosen_unless_asked() -> None:
     assert python("-c", ASK, cpu="").stdout == done.stdout
 
 
-@pytest.mark.parametrize("name", ["i486", "NATIVE", "hasw\u00e9ll", "x" * 9])
+@pytest.mark.parametrize("name", ["i486", "hasw\u00e9ll"])
 def test_a_name_that_is_not_there_is_an_error_at_every_import(name: str) -> None:
     code = (
         "import pykvcache\n"

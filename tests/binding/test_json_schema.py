@@ -187,6 +187,7 @@ def test_integers_have_the_bounds_of_the_schema() -> None:
         ({"type": "string", "pattern": "(?=a)b"}, "pattern '(?=a)b': a group begins with '(?' (#)"),
         ({"type": "string", "pattern": r"^\bx$"}, r"pattern '^\\bx$': \b has no equivalent (#)"),
         ({"type": "string", "pattern": '^"$'}, "characters that JSON escapes"),
+        ({"type": "string", "pattern": "(" * 101 + "a" + ")" * 101}, "nested deeper than 100"),
         ({"anyOf": [{"type": "null"}], "properties": {}}, "properties (#)"),
         ({"if": {}, "then": {}}, "if (#), then (#)"),
         ({"allOf": [{"type": "string"}, {"minLength": 2}]}, "allOf (#)"),

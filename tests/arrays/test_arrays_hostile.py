@@ -71,36 +71,3 @@ def test_names_that_no_file_can_have_are_cache_errors() -> None:
     ):
         with pytest.raises(CacheValueError, match="is none that a file name can hold"):
             call()
-
-
-def test_lengths_and_padding_are_of_as_many_rows() -> None:
-    cache = arrays.ArraysCache(1)
-    cache.prepare(lengths=[1, 2])
-    with pytest.raises(CacheValueError):
-        cache.prepare(left_padding=[])
-    assert np.array_equal(cache.make_mask(2), [[True, False], [True, True]])
-    cache.prepare(left_padding=[1], lengths=[2])  # replaces them: nothing is stored yet
-    assert np.array_equal(cache.make_mask(2), [[False, True]])
-
-
-def test_metadata_of_numpy_scalars_are_refused() -> None:
-    with pytest.raises(TypeError):
-        arrays.BatchRotatingKVCache(4, [0]).from_serialized([], np.uint8(255))
-
-
-def test_numbers_that_fit_nowhere_are_cache_errors() -> None:
-    ring = arrays.CheckpointRing(2)
-    for call in (
-        lambda: ring.at(2),
-        lambda: ring.at(-3),
-        lambda: ring.store(2, "name", np.ones(2)),
-        lambda: ring.record(2**64 - 1),
-        lambda: arrays.CheckpointRing(2**63 - 1),
-        lambda: arrays.CausalCache().init(np.float32, 1, 2**63 - 1, 4),
-        lambda: arrays.ArraysCache(2).make_mask(2**64),
-        lambda: arrays.ArraysCache(2).advance(2**64 - 1),
-        lambda: arrays.create_causal_mask(2**70),
-        lambda: arrays.create_causal_mask(2, 0, None, [0, 1], [0]),
-    ):
-        with pytest.raises(CacheValueError):
-            call()

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from numpy.typing import NDArray
 
 from pykvcache.arrays import FlatKVCache
 from pykvcache.errors import (
@@ -122,19 +121,15 @@ TestFlatMachine.settings = settings(
 )
 
 
-def filled(layers: int = 2, heads: int = 2, dim: int = 3, tokens: int = 3) -> FlatKVCache:
-    """Hold `tokens` tokens whose K is the running element number, and V its negative."""
-    cache = FlatKVCache(layers, heads, dim)
+def filled(tokens: int = 3) -> FlatKVCache:
+    """Hold tokens of two layers of 6 numbers, with V the negative of K."""
+    cache = FlatKVCache(2, 2, 3)
     for token in range(tokens):
-        for layer in range(layers):
-            k = entry(layer, token, heads * dim)
+        for layer in range(2):
+            k = np.arange(6, dtype=np.float32) + 100 * token + 10_000 * layer + 1
             cache.append(layer, k, -k)
         cache.advance()
     return cache
-
-
-def entry(layer: int, token: int, size: int) -> NDArray[np.float32]:
-    return np.arange(size, dtype=np.float32) + 100 * token + 10_000 * layer + 1
 
 
 def contents(cache: FlatKVCache) -> tuple[Any, ...]:
@@ -150,7 +145,6 @@ def contents(cache: FlatKVCache) -> tuple[Any, ...]:
 def test_one_token_in_two_layers() -> None:
     cache = FlatKVCache(2, 4, 16)
     assert cache.is_empty()
-    assert len(cache) == 0
     assert (cache.num_layers, cache.num_kv_heads, cache.head_dim) == (2, 4, 16)
     assert cache.entry_size == 64
     ones = np.ones(64, np.float32)
@@ -159,8 +153,7 @@ def test_one_token_in_two_layers() -> None:
     cache.advance()
     assert len(cache) == 1
     assert not cache.is_empty()
-    assert cache.k(0).shape == (64,)
-    assert cache.v(1).shape == (64,)
+    assert cache.k(0).shape == cache.v(1).shape == (64,)
 
 
 def test_five_tokens_stand_in_order() -> None:
@@ -170,30 +163,25 @@ def test_five_tokens_stand_in_order() -> None:
         cache.append(0, data, data)
         cache.advance()
     assert len(cache) == 5
-    assert cache.k(0).shape == (80,)
     assert cache.k(0).dtype == np.float32
     np.testing.assert_array_equal(cache.k(0), np.repeat(np.arange(5, dtype=np.float32), 16))
 
 
 def test_clear_empties_and_keeps_the_memory() -> None:
     cache = filled()
-    capacity = cache.capacity
-    address = cache.k(0).ctypes.data
+    capacity, address = cache.capacity, cache.k(0).ctypes.data
     cache.clear()
-    assert len(cache) == 0
     assert cache.is_empty()
     assert cache.k(0).size == cache.v(1).size == 0
     assert cache.capacity == capacity >= 3
-    cache.append(0, entry(0, 0, 6), entry(0, 0, 6))
+    cache.append(0, np.ones(6), np.ones(6))
     assert cache.k(0).ctypes.data == address
 
 
 def test_with_capacity_allocates_once() -> None:
     cache = FlatKVCache.with_capacity(16, 8, 64, 40)
     assert cache.is_empty()
-    assert cache.num_layers == 16
-    assert cache.entry_size == 512
-    assert cache.capacity == 40
+    assert (cache.num_layers, cache.entry_size, cache.capacity) == (16, 512, 40)
     addresses = set()
     data = np.zeros(512, np.float32)
     for _ in range(40):
@@ -218,17 +206,22 @@ def test_growth_copies_a_constant_number_of_times_per_token() -> None:
     assert sum(reallocations) <= 5 * 5000
 
 
-def test_copies_are_independent() -> None:
-    cache = filled()
-    cache.append(0, entry(0, 3, 6), entry(0, 3, 6))
+def test_copies_inputs_and_views_are_apart() -> None:
+    cache, data = filled(), np.ones(6, np.float32)
+    cache.append(0, data, data)
+    data[:] = 7
+    assert cache.k(0)[-6:].tolist() == [1] * 6
+    with pytest.raises(ValueError, match="read-only"):
+        cache.k(0)[0] = 5
+    assert np.shares_memory(cache.k(0), cache.k(0))
     before = contents(cache)
     for other in (cache.copy(), copy.copy(cache), copy.deepcopy(cache)):
         assert contents(other) == before
-        other.append(1, entry(1, 3, 6), entry(1, 3, 6))
+        other.append(1, data, data)
         other.advance()
         other.truncate(1)
         for layer in range(2):
-            other.append(layer, np.zeros(6, np.float32), np.zeros(6, np.float32))
+            other.append(layer, data, data)
         assert contents(cache) == before
 
 
@@ -238,146 +231,51 @@ def test_repr_names_the_sizes() -> None:
     )
 
 
-@pytest.mark.parametrize("shape", [(5,), (7,), (0,), (12,), (2, 3), (1, 6), ()])
-@pytest.mark.parametrize("which", ["k", "v"])
-def test_wrong_lengths_are_refused(which: str, shape: tuple[int, ...]) -> None:
-    cache = filled()
-    before = contents(cache)
-    arrays = {"k": np.zeros(6, np.float32), "v": np.zeros(6, np.float32)}
-    arrays[which] = np.zeros(shape, np.float32)
-    with pytest.raises(CacheValueError, match=rf"{which} has shape"):
-        cache.append(0, arrays["k"], arrays["v"])
-    assert contents(cache) == before
-
-
-@pytest.mark.parametrize("dtype", [np.bool_, np.complex64, object, "U3", "M8[s]"])
-def test_dtypes_that_are_not_real_numbers_are_refused(dtype: Any) -> None:
-    cache = filled()
-    before = contents(cache)
-    good, bad = np.zeros(6, np.float32), np.zeros(6, dtype)
-    for k, v in ((bad, good), (good, bad)):
-        with pytest.raises(CacheDTypeError, match="dtype"):
-            cache.append(0, k, v)
-    assert contents(cache) == before
-
-
 @pytest.mark.parametrize("dtype", [np.float16, np.float64, np.int32])
-def test_other_numbers_are_converted(dtype: Any) -> None:
-    cache = FlatKVCache(1, 1, 3)
+def test_numbers_are_converted_to_the_type_of_the_cache(dtype: Any) -> None:
     numbers = np.array([0.1, -2.5, 65504]).astype(dtype)
-    cache.append(0, numbers, [0.1, -2.5, 3.0])  # type: ignore[arg-type]
-    assert cache.k(0).dtype == cache.v(0).dtype == np.float32
-    np.testing.assert_array_equal(cache.k(0), numbers.astype(np.float32))
-    np.testing.assert_array_equal(cache.v(0), np.array([0.1, -2.5, 3], np.float32))
+    for stored in (np.float16, np.float32, np.float64):
+        cache = FlatKVCache(np.int64(1), np.uint8(1), 3, dtype=stored)
+        cache.append(0, numbers, [0.1, -2.5, 3.0])  # type: ignore[arg-type]
+        assert cache.k(np.int8(0)).dtype == cache.v(0).dtype == cache.dtype == stored
+        np.testing.assert_array_equal(cache.k(0), numbers.astype(stored))
+        np.testing.assert_array_equal(cache.v(0), np.array([0.1, -2.5, 3], stored))
+    for wrong in (np.int8, np.complex64, "U4"):
+        with pytest.raises(CacheDTypeError):
+            FlatKVCache(1, 1, 1, dtype=wrong)
 
 
-@pytest.mark.parametrize("layer", [-1, 2, 10**30])
-def test_layers_that_do_not_exist_are_refused(layer: int) -> None:
+SIX = np.zeros(6, np.float32)
+GIANT = np.broadcast_to(np.int8(1), (2**61,))
+WRONG_SHAPES = ((5,), (7,), (0,), (12,), (2, 3), (1, 6), ())
+WRONG_KINDS = (np.bool_, np.complex64, object, "U3", "M8[s]")
+REFUSED: list[tuple[str, tuple[Any, ...], Any]] = [
+    *[("append", (0, np.zeros(shape), SIX), CacheValueError) for shape in WRONG_SHAPES],
+    *[("append", (0, SIX, np.zeros(shape)), CacheValueError) for shape in WRONG_SHAPES],
+    *[("append", (0, SIX.astype(kind), SIX), CacheDTypeError) for kind in WRONG_KINDS],
+    *[("append", (0, SIX, SIX.astype(kind)), CacheDTypeError) for kind in WRONG_KINDS],
+    *[("extend", (0, np.zeros(n), np.zeros(m)), CacheValueError) for n, m in ((0, 0), (7, 7))],
+    *[("extend", (0, np.zeros(n), np.zeros(m)), CacheValueError) for n, m in ((12, 6), (6, 12))],
+    ("extend", (0, np.zeros((2, 6)), np.zeros((2, 6))), CacheValueError),
+    ("extend", (0, GIANT, GIANT), CacheValueError),
+    *[(name, (at, SIX, SIX), CacheLayerError) for name in ("append", "extend") for at in (-1, 2)],
+    *[(name, (at,), CacheLayerError) for name in ("k", "v") for at in (-1, 2, 10**30)],
+    *[("k", (at,), TypeError) for at in (True, 0.0, "0", None)],
+    *[("truncate", (n,), CacheValueError) for n in (-1, 4)],
+    *[("__init__", sizes, CacheValueError) for sizes in ((0, 1, 1), (1, 0, 1), (1, 1, -1))],
+    *[("__init__", sizes, TypeError) for sizes in ((True, 1, 1), (1, 1.0, 1), (1, 1, None))],
+    *[("with_capacity", (1, 1, 1, n), CacheValueError) for n in (-1, 2**62, 2**70)],
+    *[("with_capacity", (*n, 1, 0), CacheValueError) for n in ((1, 2**80), (2**70, 1))],
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "error"), REFUSED)
+def test_what_does_not_fit_is_refused_and_changes_nothing(
+    name: str, arguments: tuple[Any, ...], error: type
+) -> None:
     cache = filled()
     before = contents(cache)
-    zeros = np.zeros(6, np.float32)
-    for call in (
-        lambda: cache.append(layer, zeros, zeros),
-        lambda: cache.extend(layer, zeros, zeros),
-        lambda: cache.k(layer),
-        lambda: cache.v(layer),
-    ):
-        with pytest.raises(CacheLayerError, match=str(layer)):
-            call()
+    call = FlatKVCache if name == "__init__" else getattr(cache, name)
+    with pytest.raises(error):
+        call(*arguments)
     assert contents(cache) == before
-
-
-@pytest.mark.parametrize("layer", [True, 0.0, "0", None])
-def test_a_layer_is_an_integer(layer: Any) -> None:
-    with pytest.raises(TypeError):
-        filled().k(layer)
-
-
-def test_numpy_integers_are_integers() -> None:
-    cache = FlatKVCache(np.int64(2), np.uint8(2), np.int32(3))
-    assert cache.k(np.int8(1)).size == 0
-
-
-@pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0), (-1, 1, 1)])
-def test_sizes_below_one_are_refused(sizes: tuple[int, int, int]) -> None:
-    with pytest.raises(CacheValueError):
-        FlatKVCache(*sizes)
-
-
-@pytest.mark.parametrize("sizes", [(True, 1, 1), (1, 1.0, 1), (1, 1, None)])
-def test_sizes_are_integers(sizes: tuple[Any, Any, Any]) -> None:
-    with pytest.raises(TypeError):
-        FlatKVCache(*sizes)
-
-
-def test_capacity_is_not_negative() -> None:
-    with pytest.raises(CacheValueError, match="-1"):
-        FlatKVCache.with_capacity(1, 1, 1, -1)
-    assert FlatKVCache.with_capacity(1, 1, 1, 0).capacity == 0
-
-
-def test_sizes_beyond_every_address_are_refused() -> None:
-    for sizes in ((1, 2**40, 2**40, 0), (2**70, 1, 1, 0), (1, 1, 1, 2**62), (1, 1, 1, 2**70)):
-        with pytest.raises(CacheValueError):
-            FlatKVCache.with_capacity(*sizes)
-
-
-def test_a_prompt_that_no_array_can_hold_once_converted_is_refused() -> None:
-    giant = np.broadcast_to(np.int8(1), (2**61,))
-    with pytest.raises(CacheValueError, match="an array has at most"):
-        FlatKVCache(1, 1, 1, dtype="f32").extend(0, giant, giant)
-
-
-def test_the_cache_shares_no_memory_with_its_inputs() -> None:
-    cache = FlatKVCache(1, 1, 3)
-    data = np.ones(3, np.float32)
-    cache.append(0, data, data)
-    data[:] = 7
-    np.testing.assert_array_equal(cache.k(0), np.ones(3))
-
-
-def test_views_cannot_be_written() -> None:
-    cache = filled()
-    with pytest.raises(ValueError, match="read-only"):
-        cache.k(0)[0] = 5
-
-
-def test_views_are_not_copies() -> None:
-    cache = filled()
-    assert np.shares_memory(cache.k(0), cache.k(0))
-    assert not np.shares_memory(cache.k(0), cache.v(0))
-
-
-@pytest.mark.parametrize(("k_size", "v_size"), [(0, 0), (7, 7), (12, 6), (6, 12)])
-def test_extend_needs_whole_tokens(k_size: int, v_size: int) -> None:
-    cache = filled()
-    before = contents(cache)
-    with pytest.raises(CacheValueError):
-        cache.extend(0, np.zeros(k_size, np.float32), np.zeros(v_size, np.float32))
-    with pytest.raises(CacheValueError):
-        cache.extend(0, np.zeros((2, 6), np.float32), np.zeros((2, 6), np.float32))
-    assert contents(cache) == before
-
-
-@pytest.mark.parametrize("length", [-1, 4])
-def test_truncate_stays_inside(length: int) -> None:
-    cache = filled(tokens=3)
-    before = contents(cache)
-    with pytest.raises(CacheValueError, match=str(length)):
-        cache.truncate(length)
-    assert contents(cache) == before
-
-
-@pytest.mark.parametrize("dtype", [np.float16, np.float64])
-def test_other_float_types(dtype: Any) -> None:
-    cache = FlatKVCache.with_capacity(1, 1, 2, 1, dtype=dtype)
-    data = np.array([0.1, 0.2], dtype)
-    cache.append(0, data, data)
-    assert cache.k(0).dtype == cache.dtype == dtype
-    np.testing.assert_array_equal(cache.v(0), data)
-
-
-@pytest.mark.parametrize("dtype", [np.int8, np.complex64, "U4"])
-def test_dtypes_that_are_not_floats_are_refused(dtype: Any) -> None:
-    with pytest.raises(CacheDTypeError):
-        FlatKVCache(1, 1, 1, dtype=dtype)

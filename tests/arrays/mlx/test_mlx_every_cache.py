@@ -28,13 +28,10 @@ from pykvcache.arrays import (
     ConcatenateKVCache,
     KVCache,
     KvCacheKind,
-    LRUPromptCache,
     MambaCache,
     PromptCacheConfig,
-    PromptTrie,
     QuantizedKVCache,
     RotatingKVCache,
-    create_attention_mask,
     create_causal_mask,
     from_state,
     make_prompt_cache,
@@ -139,16 +136,6 @@ def test_from_serialized_takes_both_states_or_changes_nothing(kind: str, full: b
     assert snapshot(cache) == snapshot(good)
 
 
-@pytest.mark.parametrize("kind", ["KVCache", "ConcatenateKVCache", "BatchKVCache"])
-def test_a_cache_without_meta_state_rejects_one(kind: str) -> None:
-    cache = fill(EMPTY[kind]())
-    for meta in (("1",), "text"):
-        with pytest.raises(CacheValueError):
-            cache.meta_state = meta
-    cache.meta_state = ""
-    cache.meta_state = ()
-
-
 @every_kind
 def test_trim_takes_a_count(kind: str) -> None:
     cache = fill(EMPTY[kind]())
@@ -214,41 +201,40 @@ def test_an_unknown_kind_is_refused_with_all_names(name: Any) -> None:
 K1, V1 = kv([5])
 
 
-@pytest.mark.parametrize(
-    ("keys", "values", "error"),
-    [
-        (K1[0], V1, CacheValueError),
-        (K1, V1[:, :, :0], CacheValueError),
-        (K1[:, :, :0], V1[:, :, :0], CacheValueError),
-        (K1[:, :1], V1[:, :1], CacheValueError),
-        (K1[..., :4], V1, CacheValueError),
-        (K1, kv([5])[0], CacheValueError),
-        (np.concatenate([K1, K1]), np.concatenate([V1, V1]), CacheValueError),
-        (K1.astype(np.float64), V1, (CacheDTypeError, CacheValueError)),
-        (K1, V1.astype(np.float16), (CacheDTypeError, CacheValueError)),
-        (K1.tolist(), V1, CacheDTypeError),
-        (K1, None, CacheDTypeError),
-        (K1.astype(object), V1, CacheDTypeError),
-        (K1.view("V4"), V1, CacheDTypeError),
-    ],
-)
+WRONG: list[tuple[Any, Any, Any]] = [
+    (K1[0], V1, CacheValueError),
+    (K1, V1[:, :, :0], CacheValueError),
+    (K1[:, :, :0], V1[:, :, :0], CacheValueError),
+    (K1[:, :1], V1[:, :1], CacheValueError),
+    (K1[..., :4], V1, CacheValueError),
+    (K1, kv([5])[0], CacheValueError),
+    (np.concatenate([K1, K1]), np.concatenate([V1, V1]), CacheValueError),
+    (K1.astype(np.float64), V1, (CacheDTypeError, CacheValueError)),
+    (K1, V1.astype(np.float16), (CacheDTypeError, CacheValueError)),
+    (K1.tolist(), V1, CacheDTypeError),
+    (K1, None, CacheDTypeError),
+    (K1.astype(object), V1, CacheDTypeError),
+    (K1.view("V4"), V1, CacheDTypeError),
+]
+
+
 @pytest.mark.parametrize("kind", PLAIN)
-def test_arrays_that_do_not_continue_the_stored_ones_change_nothing(
-    kind: str, keys: Any, values: Any, error: Any
-) -> None:
+def test_arrays_that_do_not_continue_the_stored_ones_change_nothing(kind: str) -> None:
     cache = fill(EMPTY[kind]())
     before = snapshot(cache)
-    with pytest.raises(error):
-        cache.update(keys, values)
-    assert snapshot(cache) == before
+    for keys, values, error in WRONG:
+        with pytest.raises(error):
+            cache.update(keys, values)
+        assert snapshot(cache) == before
 
 
-@pytest.mark.parametrize("dtype", ["V4", [("a", "f4")], "O", "S4", "U4", "M8[s]"])
 @pytest.mark.parametrize("kind", PLAIN)
-def test_an_empty_cache_takes_numbers_only(kind: str, dtype: Any) -> None:
-    cache, strange = EMPTY[kind](), np.zeros((1, 1, 1, 4), dtype)
-    with pytest.raises(CacheDTypeError):
-        cache.update(strange, strange)
+def test_an_empty_cache_takes_numbers_only(kind: str) -> None:
+    cache = EMPTY[kind]()
+    for dtype in ("V4", [("a", "f4")], "O", "S4", "U4", "M8[s]"):
+        strange: Any = np.zeros((1, 1, 1, 4), dtype)
+        with pytest.raises(CacheDTypeError):
+            cache.update(strange, strange)
     assert cache.is_empty()
 
 
@@ -276,59 +262,6 @@ def test_views_are_read_only_and_given_arrays_are_copied(kind: str) -> None:
             assert not view.flags.writeable
             with pytest.raises(ValueError, match="read-only"):
                 view[...] = 5
-
-
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("kind", [k for k in PLAIN if k != "QuantizedKVCache"])
-def test_keys_and_values_of_the_cache_may_come_back_swapped(kind: str, n: int) -> None:
-    """The place they come from is where they are written."""
-    x = np.arange(1.0, 4).reshape(1, 1, 3, 1)
-    large = {"RotatingKVCache": RotatingKVCache(8), "BatchKVCache": BatchKVCache([0])}
-    large["BatchRotatingKVCache"] = BatchRotatingKVCache(8, [0])
-    cache = large.get(kind) or EMPTY[kind]()
-    keys, values = cache.update(x, -x)
-    assert cache.trim(n) == n
-    keys, values = cache.update(values[:, :, -n:], keys[:, :, -n:])
-    assert keys.ravel()[-n:].tolist() == (-x).ravel()[-n:].tolist()
-    assert values.ravel()[-n:].tolist() == x.ravel()[-n:].tolist()
-    for full in (RotatingKVCache(1), BatchRotatingKVCache(1, [0])):
-        keys, values = full.update(x[:, :, :1], -x[:, :, :1])
-        keys, values = full.update(values, keys)
-        assert (keys.item(), values.item()) == (-1, 1)
-
-
-def test_masked_arrays_are_stored_as_plain_ones() -> None:
-    masked = np.ma.array(np.ones((1, 1, 2, 64), np.float32), mask=True)
-    for kind in PLAIN:
-        cache = EMPTY[kind]()
-        for _ in range(3):
-            assert [type(found) for found in cache.update(masked, masked)] == [np.ndarray] * 2
-    cache = ArraysCache(1)
-    cache[0] = masked
-    assert type(cache[0]) is np.ndarray
-
-
-@pytest.mark.parametrize("base", [KVCache, RotatingKVCache, QuantizedKVCache, ArraysCache])
-def test_subclasses_are_copied_with_their_attributes(base: Any) -> None:
-    class Mine(base):
-        __slots__ = ("__hidden", "extra", "unset")
-
-        def mark(self) -> None:
-            self.__hidden, self.extra, self.more = 1, 2, 3
-
-        def marks(self) -> Any:
-            return self.__hidden, self.extra, self.more, hasattr(self, "unset")
-
-        def copy(self) -> Any:
-            twin = copy.copy(self)  # must not call this method
-            twin.more = 4
-            return twin
-
-    cache = Mine() if base in (KVCache, QuantizedKVCache) else Mine(4)
-    cache.mark()
-    for twin in (copy.copy(cache), copy.deepcopy(cache)):
-        assert twin.marks() == (1, 2, 3, False)
-    assert cache.copy().marks() == (1, 2, 4, False)
 
 
 # Memory ----------------------------------------------------------------------------------------
@@ -377,23 +310,12 @@ def test_a_ring_allocates_no_more_than_its_size(make: Any, size: int) -> None:
 
 # Numbers that cannot be ------------------------------------------------------------------------
 
-HUGE, LARGEST, RAGGED = 10**5000, 2**60, [[1], [2, 3]]
-RECORD = [(f"field{i}", int) for i in range(999)]
-
-
-class Bad:
-    """An argument that cannot even be shown."""
-
-    def __repr__(self) -> str:
-        raise ZeroDivisionError
+LARGEST = 2**60
 
 
 @pytest.mark.parametrize(
     "padding",
-    [
-        *([2**62], [LARGEST + 1], np.array([2**64 - 1], np.uint64), [2**70]),
-        *([True, 0], [np.bool_(False)], [0.5], [[0]], RAGGED, np.full(10**5, 2**62), "x" * 10**5),
-    ],
+    [[2**62], [LARGEST + 1], [2**70], [True, 0], [0.5], [[0]], [[1], [2, 3]], "x" * 10**5],
 )
 def test_padding_that_cannot_be_is_refused(padding: Any) -> None:
     for call in (
@@ -403,24 +325,12 @@ def test_padding_that_cannot_be_is_refused(padding: Any) -> None:
         lambda: ArraysCache(1).prepare(lengths=padding),
         lambda: BatchKVCache([0]).filter(padding),
         lambda: create_causal_mask(2, left_padding=padding),
-        lambda: create_causal_mask(2, right_padding=padding),
+        lambda: BatchKVCache([LARGEST]).prepare(left_padding=[1]),
+        lambda: ArraysCache(1, [LARGEST]).prepare(left_padding=[1]),
     ):
         with pytest.raises(KvCacheError) as found:
             call()
         assert len(str(found.value)) < 300
-
-
-def test_sums_of_padding_do_not_wrap_around() -> None:
-    for cache in (BatchKVCache([LARGEST]), BatchRotatingKVCache(4, [LARGEST])):
-        before = snapshot(cache)
-        with pytest.raises(CacheValueError, match=str(LARGEST)):
-            cache.prepare(left_padding=[1])
-        assert snapshot(cache) == before
-    slots = ArraysCache(1, [LARGEST])
-    with pytest.raises(CacheValueError):
-        slots.prepare(left_padding=[1])
-    assert slots.left_padding is not None
-    assert slots.left_padding.tolist() == [LARGEST]
 
 
 def test_sizes_that_no_file_can_hold_are_refused() -> None:
@@ -440,39 +350,3 @@ def test_sizes_that_no_file_can_hold_are_refused() -> None:
         filled(cache, [[1]])
         again = from_state(type(cache).__name__, cache.state, cache.meta_state)
         assert snapshot(again) == snapshot(cache)
-
-
-@pytest.mark.parametrize("kind", [k for k in PLAIN if k != "QuantizedKVCache"])
-def test_a_history_that_no_array_can_hold_is_refused(kind: str) -> None:
-    cache = EMPTY[kind]()
-    cache.update(*[np.ones((1, 1, 3, 1), np.uint8)] * 2)
-    before = snapshot(cache)
-    giant = np.broadcast_to(np.uint8(1), (1, 1, sys.maxsize, 1))
-    with pytest.raises(CacheValueError, match="shape"):
-        cache.update(giant, giant)
-    assert snapshot(cache) == before
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: QuantizedKVCache(64, HUGE),
-        lambda: QuantizedKVCache(HUGE, 8),
-        lambda: create_causal_mask(HUGE),
-        lambda: create_causal_mask(2, HUGE),
-        lambda: RotatingKVCache(HUGE),
-        lambda: create_attention_mask(RAGGED),
-        lambda: LRUPromptCache().insert_cache("m", [1], [], cache_type="x" * 10**6),
-        lambda: LRUPromptCache().insert_cache("m", [1], [], cache_type=Bad()),
-        lambda: BatchKVCache(np.full(10**5, -1)),
-        lambda: BatchKVCache([0]).filter(np.full(10**5, 7)),
-        lambda: PromptTrie().get("m" * 10**6, [1]),
-        lambda: PromptTrie().get(Bad(), [1]),
-        lambda: CacheList(KVCache()).from_serialized(((),), (("x" * 10**6,), ((),))),
-        lambda: KVCache().update(*[np.zeros((1, 1, 1, 1), RECORD)] * 2),
-    ],
-)
-def test_messages_about_huge_arguments_are_short(call: Any) -> None:
-    with pytest.raises(KvCacheError) as found:
-        call()
-    assert len(str(found.value)) < 400

@@ -353,24 +353,16 @@ def test_a_damaged_header_is_a_cache_error(tmp_path_factory: Any, data: st.DataO
 @pytest.mark.parametrize(
     "layer",
     [
-        *[("KVCache", (*PAIR, *more)) for more in ((12,), (-1,), (2.0,), (True,), (3, 4))],
-        ("KVCache", (PAIR[0][0], PAIR[1], 3)),
+        *[("KVCache", (*PAIR, *more)) for more in ((12,), (-1,), (2.0,), (3, 4))],
         ("KVCache", (1, 2, 3)),
         ("RotatingKVCache", (*PAIR, 3, 1, 20)),
-        ("RotatingKVCache", (7, 7, 3, 1, 20, 3)),
         ("ChunkedKVCache", (*PAIR, 2, 4, 6)),
         ("QuantizedKVCache", (*PAIR, 3, 32, 4)),
-        ("BatchKVCache", (*BATCH, 1, 1, 2)),
         ("BatchKVCache", (None, None, 1, 1, 0)),
-        *[
-            ("BatchRotatingKVCache", (*BATCH, *COUNTS, 4, 2, 2, flag))
-            for flag in (PAIR[0], np.ones(2, np.int32), np.ones(0, np.int32), "x" * 200)
-        ],
-        ("ArraysCache", (np.ones((1, 2)), None, None)),
+        ("BatchRotatingKVCache", (*BATCH, *COUNTS, 4, 2, 2, np.ones(2, np.int32))),
         ("ArraysCache", ([np.ones((1, 2))], 5, None)),
         ("CacheList", [((*PAIR, 3), 1)]),
         ("CacheList", [((*PAIR, 3), "KVCache", "KVCache")]),
-        ("CacheList", [((*PAIR, 3), "x" * 300)]),
         ("MambaCache", ([np.ones((1, 2))], None, None)),
         ("Unknown", (*PAIR, 3)),
     ],
@@ -381,51 +373,22 @@ def test_parts_of_0_32_that_do_not_fit_are_refused(tmp_path: Path, layer: Any) -
     assert len(str(caught.value)) < 400
 
 
-LONG = "x" * 100_000
-
-
 @pytest.mark.parametrize(
     ("keys", "texts"),
     [
         (["0.0", "0.1"], None),
-        (["0.0", "0.1"], {"x": "y"}),
-        (["0.0", "0.1"], {"format": "pt"}),
         ([], {"format": "pt"}),
         (["model.layers.0.weight"], {"2.0": ""}),
-        *[
-            (["0.0", "0.1"], texts)
-            for texts in (
-                {"2.0": "Unknown"},
-                {"2.1": "KVCache"},
-                {"2.0": "KVCache", "0.0.0": "1"},
-                {"2.0": "KVCache", "0.3": ""},
-                {"2.0": "RotatingKVCache", "0.0": "text"},
-                {"2.0": "CacheList", "0.0.0.0": "KVCache"},
-                {"2.0": "CacheList", "0.0.0": LONG},
-                {"2.0.0": "KVCache"},
-                {"2.0": "KVCache", "0.0": "", "0.0.0": ""},
-                {"2.0": "KVCache", "0." + ".".join("0" * 5000): ""},
-                {"2.0": "ArraysCache", "0.0.0": "99999999999", "0.0.1": "", "0.0.2": ""},
-                {"2.0": "ArraysCache", "0.0.0": "1", "0.0.1": LONG, "0.0.2": ""},
-                {"2.0": "BatchKVCache", "0.0.0": LONG},
-                {"2.0": LONG},
-                {"2.0": "", "1.0": LONG},
-                {"2.0": "", "1.0": "KVCache", "2.1.0": "0.0", "2.1.1": LONG},
-                {"2.0": "", "1.0": "KVCache", "2.1.0": LONG, "2.1.1": "none"},
-                {"2.0": "", "1.0": "KVCache", "1.1": "KVCache"},
-            )
-        ],
-        *[(["0.0", "0.1", key], {"2.0": "KVCache"}) for key in ("0", "x", "0.2", "1.0", "0.0.0")],
-        *[(["0.0", "0.1", key], {"2.0": "KVCache"}) for key in ("0.-1", "0.1000000000")],
-        (["0.0.0.0", "0.0.0.1"], {"1.0": "CacheList", "2.0": ""}),
-        (["0.0"], {"1.0": "CacheList", "2.0": ""}),
-        (["0.0.0", "0.0.1", "0.0.2"], {"1.0": "CacheList", "2.0": ""}),
+        (["0.0", "0.1"], {"2.0": "KVCache", "0.0.0": "1"}),
+        (["0.0", "0.1"], {"2.0": "KVCache", "0.3": ""}),
+        (["0.0", "0.1"], {"2.0": "CacheList", "0.0.0.0": "KVCache"}),
+        (["0.0", "0.1"], {"2.0": "KVCache", "0." + ".".join("0" * 5000): ""}),
+        (["0.0", "0.1"], {"2.0": "x" * 100_000}),
+        (["0.0", "0.1"], {"2.0": "", "1.0": "KVCache", "1.1": "KVCache"}),
+        *[(["0.0", "0.1", key], {"2.0": "KVCache"}) for key in ("x", "0.2", "1.0", "0.-1")],
+        (["0.0", "0.1", "0.1000000000"], {"2.0": "KVCache"}),
         (["0.0.0.0", "0.0.1"], {"1.0": "CacheList", "2.0": ""}),
-        (["0.0.0.0"], {"1.0": "QuantizedKVCache", "2.0": ""}),
         (["0.0.0", "0.1.0", "0.2.0"], {"1.0": "ArraysCache", "2.0": ""}),
-        (["0.0"], {"0.0": "", "2.0": "CacheList"}),
-        (["0.0"], {"0.0.0.0": "KVCache", "2.0": "CacheList"}),
-        (["0.0", "0." * 50_000 + "0"], {"2.0": "", "1.0": "KVCache"}),
     ],
 )
 def test_keys_and_texts_that_do_not_fit_are_refused(tmp_path: Path, keys: Any, texts: Any) -> None:
@@ -458,24 +421,20 @@ def test_a_refused_save_leaves_the_old_file(tmp_path: Path, layout: Any) -> None
     refused: list[tuple[Any, Any, type]] = [
         ([deep], None, CacheValueError),
         ([mine], None, CacheValueError),
-        ([CacheList(mine)], None, CacheValueError),
         ([pending], None, CacheOrderError),
         ([strange], None, CacheDTypeError),
         ([ONE], {"a": 1}, CacheDTypeError),
-        ([ONE], {1: "a"}, CacheDTypeError),
         ([ONE], [("a", "b")], TypeError),
         ([ONE], {"a": "\ud800"}, CacheValueError),
-        ([ONE], {"a": "x" * 100_000_000}, CacheValueError),
     ]
     for layers, metadata, error in refused:
         with pytest.raises(error) as found:
             save_prompt_cache(file, layers, metadata, layout=layout)
         assert len(str(found.value)) < 400
         assert file.read_bytes() == old
-    for wrong in ("", "0.33", None, 0.32, ["0.32"]):
-        with pytest.raises(CacheValueError, match="layout"):
-            save_prompt_cache(file, [ONE], layout=wrong)  # type: ignore[arg-type]
-    for nothing in (ArraysCache(0), CacheList(), CacheList(CacheList())):
+    with pytest.raises(CacheValueError, match="layout"):
+        save_prompt_cache(file, [ONE], layout="0.33")  # type: ignore[arg-type]
+    for nothing in (ArraysCache(0), CacheList(CacheList())):
         with pytest.raises(CacheValueError, match="layer 1"):
             save_prompt_cache(file, [ONE, nothing])
         save_prompt_cache(tmp_path / "other", [ONE, nothing], layout="0.31")
@@ -507,27 +466,20 @@ def test_pipes_and_devices_are_refused_and_links_followed(tmp_path: Path) -> Non
             with pytest.raises(OSError, match=r"regular|directory|denied"):
                 call(path)
     assert stat.S_ISFIFO(os.stat(pipe).st_mode)
-    for there in (False, True):
-        if there:
-            data.write_bytes(b"old")
-        else:
-            link.symlink_to(data)
+    link.symlink_to(data)
+    for _ in range(2):
         save_prompt_cache(link, [ONE])
         assert link.is_symlink()
         assert load_prompt_cache(data)[0].offset == load_prompt_cache(link)[0].offset == 2
     assert sorted(tmp_path.iterdir()) == [data, link, pipe]
-    long = tmp_path / ("x" * 250)
-    save_prompt_cache(long, [ONE])
-    assert load_prompt_cache(long)[0].offset == 2
 
 
 @posix
-@pytest.mark.parametrize("umask", [0o027, 0o333])
-@pytest.mark.parametrize("mode", [0o664, 0o600, 0o444, 0o400, None])
+@pytest.mark.parametrize("mode", [0o664, 0o400, None])
 def test_permissions_stay_and_a_file_being_written_is_private(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int | None, umask: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int | None
 ) -> None:
-    file, seen = tmp_path / "file", []
+    file, seen, umask = tmp_path / "file", [], 0o027
 
     def save(arrays: Any, path: str, texts: Any) -> None:
         seen.append(stat.S_IMODE(os.stat(path).st_mode))

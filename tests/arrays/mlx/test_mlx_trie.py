@@ -75,7 +75,7 @@ def check_search(trie: PromptTrie[int], plain: dict[tuple[int, ...], int], asked
         assert len(found.longer) == min(map(len, beyond))
 
 
-@pytest.mark.parametrize("tokens", [[1.0, 2], [True, 1], "text", [1, 2, [3]], [None], 5, [b"x"]])
+@pytest.mark.parametrize("tokens", [[1.0, 2], [True, 1], "text", [1, 2, [3]], [None], 5])
 def test_tokens_are_integers(tokens: Any) -> None:
     lru, trie = LRUPromptCache(), PromptTrie[str]()
     for call in (

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ollama_support import one, pair
 
 from pykvcache.arrays import Cache, CacheConfig, EncoderCache
 from pykvcache.errors import (
@@ -16,7 +15,6 @@ from pykvcache.errors import (
     CacheLayerError,
     CacheOrderError,
     CacheValueError,
-    ClosedError,
     NotSupported,
     PositionError,
 )
@@ -78,7 +76,7 @@ def test_the_cache_is_its_last_item_and_a_position(data: st.DataObject) -> None:
                 assert value.tolist() == [-content] * 5
 
 
-@pytest.mark.parametrize("shape", [(), (5,), (2, 3), (4, 2, 3), (1, 4, 2, 3)])
+@pytest.mark.parametrize("shape", [(), (5,), (1, 4, 2, 3)])
 def test_any_shape_comes_back_in_its_own_dtype(shape: tuple[int, ...]) -> None:
     cache = made()
     assert isinstance(cache, Cache)
@@ -120,26 +118,6 @@ def test_permuted_v_moves_an_axis_of_v() -> None:
     key, got, _ = cache.get()
     assert np.array_equal(key, value)
     assert np.array_equal(got, value.transpose(1, 2, 0))
-
-
-@pytest.mark.parametrize("permuted", [False, True])
-def test_arrays_of_get_may_be_put_the_other_way_round(permuted: bool) -> None:
-    cache = made(permuted_v=permuted)
-    cache.start_forward([0], [0])
-    for _ in range(3):
-        cache.put(one(1), one(2))
-        key, value, _ = cache.get()
-        cache.put(value.reshape(1, 1, 1), key.reshape(1, 1, 1))
-        assert pair(cache) == (2, 1)
-
-
-def test_a_value_too_large_is_infinite_with_any_seterr() -> None:
-    cache = made()
-    cache.start_forward([0], [0])
-    cache.put(one(1, np.float16), one(2, np.float16))
-    with np.errstate(all="raise"):
-        cache.put(one(3), one(1e30, np.float64))
-    assert pair(cache) == (3, np.inf)
 
 
 def test_init_refuses_sequences_and_padding() -> None:
@@ -187,23 +165,3 @@ def test_bad_arguments_are_refused(call: Any, error: type) -> None:
     assert cache.get()[2] is None
     assert cache.can_resume(0, 99)
     assert cache.can_resume(5, 0)
-
-
-def test_close_frees_the_arrays() -> None:
-    cache = made()
-    with pytest.raises(CacheOrderError, match="start_forward"):
-        cache.put(np.ones(2), np.ones(2))
-    cache.close()
-    cache.close()
-    for call in (
-        cache.get,
-        lambda: cache.start_forward([0], [0]),
-        lambda: cache.remove(0, 0),
-        lambda: cache.set_layer(0),
-        lambda: cache.can_resume(0, 0),
-        lambda: cache.copy_prefix(0, 1, 1),
-    ):
-        with pytest.raises(ClosedError, match="EncoderCache was closed"):
-            call()
-    cache.init(np.float16, 1, 16, 8)
-    assert cache.get() == (None, None, None)

@@ -11,19 +11,18 @@ import pytest
 from pykvcache import LlamaContext, LlamaModel
 from pykvcache.errors import NoKvCacheSlot, SequenceIdError, StateError
 from pykvcache.kv import LayerKV, SequenceKV
-from support.models import EXACT, RIGHT, make_model
+from support.models import EXACT, make_model
 
 WORDS = np.random.default_rng(3).integers(5, 300, 60).astype(np.int32)
 TYPES: dict[str, dict[str, Any]] = {
     "f32": dict(EXACT),
-    "f16": {"type_k": "f16", "type_v": "f16", "flash_attn": "disabled"},
     "mixed-flash": {"type_k": "f32", "type_v": "f16", "flash_attn": "enabled"},
 }
 
 
-@pytest.fixture(scope="module", params=["llama3l", "llama_h64"])
-def model(request: pytest.FixtureRequest, model_folder: Path) -> LlamaModel:
-    return LlamaModel(make_model(request.param, model_folder))
+@pytest.fixture(scope="module")
+def model(model_folder: Path) -> LlamaModel:
+    return LlamaModel(make_model("llama_h64", model_folder))
 
 
 @pytest.fixture(params=TYPES)
@@ -43,36 +42,6 @@ def same(a: SequenceKV, b: SequenceKV) -> bool:
         np.array_equal(x.keys, y.keys) and np.array_equal(x.values, y.values)
         for x, y in zip(a.layers, b.layers, strict=True)
     )
-
-
-def test_shapes_and_types(ctx: LlamaContext) -> None:
-    ctx.decode(WORDS[:20])
-    arrays = ctx.kv(0)
-    model = ctx.model
-    assert len(arrays) == 20
-    assert arrays.positions.tolist() == list(range(20))
-    assert len(arrays.layers) == model.n_layer
-    head_dim = model.n_embd // model.n_head
-    for layer in arrays.layers:
-        assert layer.keys.shape == layer.values.shape == (20, model.n_head_kv, head_dim)
-        assert layer.keys.dtype == {"F32": np.float32, "F16": np.float16}[ctx.type_k.name]
-        assert layer.values.dtype == {"F32": np.float32, "F16": np.float16}[ctx.type_v.name]
-
-
-def test_a_written_sequence_goes_on_as_the_one_it_was_read_from(ctx: LlamaContext) -> None:
-    ctx.decode(WORDS[:30])
-    ctx.decode(WORDS[30:40], seq_id=2)  # what the destination held is replaced
-    arrays = ctx.kv(0)
-    ctx.write_kv(arrays, 2)
-    assert same(arrays, ctx.kv(2))
-    ctx.clear_kv_cache_seq(0)
-    ctx.decode([7], seq_id=2)
-    written = ctx.logits()
-    ctx.clear_kv_cache()
-    ctx.decode([*WORDS[:30], 7])
-    # Flash attention and f16 round, and the two runs compute in other batch sizes.
-    tolerance = RIGHT if ctx.type_v.name == "F32" else 0.05
-    assert np.abs(written - ctx.logits()).max() < tolerance
 
 
 @pytest.mark.hazard("S1")
@@ -119,15 +88,6 @@ def test_a_fork_is_read_without_the_rest_of_the_cache(model: LlamaModel) -> None
     assert ctx.n_cells_used == 50
 
 
-def test_empty_sequences(ctx: LlamaContext) -> None:
-    nothing = ctx.kv(3)
-    assert len(nothing) == 0
-    assert nothing.layers[0].keys.shape[0] == 0
-    ctx.decode(WORDS[:5])
-    ctx.write_kv(nothing, 0)
-    assert ctx.sequences() == {}
-
-
 def test_there_are_no_logits_after_a_write(ctx: LlamaContext) -> None:
     ctx.decode(WORDS[:5])
     row = ctx.logits()
@@ -136,20 +96,6 @@ def test_there_are_no_logits_after_a_write(ctx: LlamaContext) -> None:
     ctx.write_kv(ctx.kv(0), 0)
     with pytest.raises(IndexError, match="are gone"):
         ctx.logits()
-
-
-def test_tokens_can_be_dropped_in_numpy(ctx: LlamaContext) -> None:
-    ctx.decode(WORDS[:20])
-    arrays = ctx.kv(0)
-    keep = np.r_[0:5, 9:20]
-    layers = [LayerKV(x.keys[keep], x.values[keep]) for x in arrays.layers]
-    ctx.write_kv(SequenceKV(arrays.positions[keep], layers), 1)
-    ctx.decode([9], seq_id=1)
-    edited = ctx.logits()
-    ctx.clear_kv_cache_seq(0, 5, 9)
-    ctx.decode([9], seq_id=0)
-    tolerance = RIGHT if ctx.type_v.name == "F32" else 0.05
-    assert np.abs(edited - ctx.logits()).max() < tolerance
 
 
 def broken(arrays: SequenceKV) -> dict[str, SequenceKV]:
@@ -172,24 +118,19 @@ def broken(arrays: SequenceKV) -> dict[str, SequenceKV]:
     }
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        "a layer less",
-        "other heads",
-        "fewer tokens",
-        "integers",
-        "NaN",
-        "negative positions",
-        "float positions",
-    ],
-)
-def test_what_does_not_fit_is_refused_with_nothing_changed(model: LlamaModel, what: str) -> None:
+def test_what_does_not_fit_is_refused_with_nothing_changed(model: LlamaModel) -> None:
     ctx = LlamaContext(model, n_ctx=512, n_threads=1, **EXACT)
     ctx.decode(WORDS[:10])
     before = ctx.kv(0)
-    with pytest.raises(StateError):
-        ctx.write_kv(broken(before)[what], 0)
+    for arrays in broken(before).values():
+        with pytest.raises(StateError):
+            ctx.write_kv(arrays, 0)
+    for other in (None, 0, SequenceKV(np.zeros(1, np.int32), None)):  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            ctx.write_kv(other, 0)  # type: ignore[arg-type]
+    for flag in ("copy", "rope"):
+        with pytest.raises(TypeError, match=f"{flag} must be True or False"):
+            ctx.kv(0, **{flag: 1})  # type: ignore[arg-type]
     assert same(before, ctx.kv(0))
 
 
@@ -228,21 +169,6 @@ def test_values_too_large_for_the_stored_type_are_refused(model: LlamaModel) -> 
     with pytest.raises(StateError, match="too large"):
         ctx.write_kv(SequenceKV(arrays.positions, [huge, *rest]), 0)
     assert same(arrays, ctx.kv(0))
-
-
-@pytest.mark.parametrize("arrays", [None, 0, SequenceKV(np.zeros(1, np.int32), None)])  # type: ignore[arg-type]
-def test_other_things_than_arrays_are_type_errors(model: LlamaModel, arrays: Any) -> None:
-    ctx = LlamaContext(model, n_ctx=256, n_threads=1)
-    with pytest.raises(TypeError):
-        ctx.write_kv(arrays, 0)
-
-
-@pytest.mark.parametrize("flag", ["copy", "rope"])
-@pytest.mark.parametrize("value", [0, 1, None, "no"])
-def test_flags_are_true_or_false(model: LlamaModel, flag: str, value: Any) -> None:
-    ctx = LlamaContext(model, n_ctx=256, n_threads=1)
-    with pytest.raises(TypeError, match=f"{flag} must be True or False"):
-        ctx.kv(0, **{flag: value})
 
 
 @pytest.mark.hazard("S2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,13 @@ def test_what_storing_changes_is_bounded(kind: str) -> None:
     assert BOUND[kind] / 2 < share.max() <= BOUND[kind]
 
 
+def test_the_page_states_the_bounds_that_are_tested() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "kv-arrays.md").read_text(encoding="utf-8")
+    header, _, row = re.findall(r"^\|.*\|$", text[text.index("| f16 | bf16") :], re.M)[:3]
+    names, bounds = (re.findall(r"[\w.^-]+", line) for line in (header, row))
+    assert {n: eval(b.replace("^", "**")) for n, b in zip(names, bounds, strict=True)} == BOUND
+
+
 def test_conversions_refuse_unknown_types_and_wrong_block_sizes() -> None:
     floats = np.ones(33, np.float32)
     for kind in (-1, 4, 5, 24, 99, 2**31 - 1):  # removed, integer, or beyond
@@ -269,24 +277,6 @@ def test_keys_before_rope_can_be_written_at_other_positions(model_folder: Path) 
     for a, b in zip(ctx.kv(0).layers, ctx.kv(1).layers, strict=True):
         assert np.abs(np.asarray(a.keys) - b.keys).max() < 1e-4
         assert np.array_equal(a.values, b.values)
-
-
-def test_partly_rotated_keys(tmp_path: Path) -> None:
-    info = MODELS["gemma3"]
-    sizes = replace(info.sizes, n_embd=128, n_layer=2)
-    plan = info.plan(sizes, info.n_vocab)
-    plan.keys[".rope.dimension_count"] = plan.keys[".rope.dimension_count_swa"] = sizes.head // 2
-    path = tmp_path / "part.gguf"
-    write_gguf(path, plan, info.vocab(), 0)
-    ctx = context(LlamaModel(path), **EXACT)
-    ctx.decode(words(ctx.model))
-    base = float(ctx.model.metadata["gemma3.rope.freq_base"])
-    half = sizes.head // 2
-    for layer, plain in zip(ctx.kv(0).layers, ctx.kv(0, rope=False).layers, strict=True):
-        keys = np.asarray(plain.keys)
-        assert np.array_equal(keys[..., half:], layer.keys[..., half:])
-        expected = turned(keys[..., :half], np.arange(N), True, base)
-        assert np.abs(expected - layer.keys[..., :half]).max() < 1e-4
 
 
 def test_mrope_is_not_undone(model_folder: Path) -> None:

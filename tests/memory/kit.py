@@ -115,6 +115,13 @@ _EXAMPLES = (
 CASES = tuple(case for case in EVERY_CASE if EVERY_MODEL or str(case) in _EXAMPLES)
 """The kinds of memory, for examples: in `make test` most of them in one mode."""
 
+KINDS = tuple(
+    case
+    for case in CASES
+    if str(case) in ("llama-streams", "gemma3-unified-window", "mamba-unified", "jamba-streams")
+)
+"""One of each kind, for refusals that do not depend on the model."""
+
 EVERY_SERVED = tuple(case for case in EVERY_CASE if case.info.can_cache)
 SERVED = tuple(case for case in CASES if case.info.can_cache)
 """Those of which a `PrefixCache` can keep something."""

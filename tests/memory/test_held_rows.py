@@ -130,38 +130,6 @@ def test_a_partial_state_takes_the_rows_above_it(case: Case, bench: MakeBench) -
     b.check(0)
 
 
-def test_a_recurrent_state_of_other_tokens_takes_all_rows(make_context: Any) -> None:
-    ctx = make_context("mamba")
-    ctx.decode([5, 6, 7, 8])
-    other = ctx.get_partial_state(0)
-    ctx.clear_kv_cache_seq(0)
-    ctx.decode([9, 10, 11])
-    row = 2, ctx.logits()
-    ctx.set_partial_state(other)
-    is_gone(ctx, row)
-
-
-def test_tokens_of_several_sequences_are_held_by_any_of_them(make_context: Any) -> None:
-    ctx = make_context("llama")
-    ctx.decode(LlamaBatch.from_arrays([5, 6], [0, 1], np.array([[0, 1], [0, 1]]), True))
-    row = 1, ctx.logits(1)
-    ctx.clear_kv_cache_seq(0)
-    is_there(ctx, row)
-    ctx.clear_kv_cache_seq(1, 1, None)
-    is_gone(ctx, row)
-    ctx.logits(0)
-
-
-def test_rows_of_earlier_parts_go_too(make_context: Any) -> None:
-    ctx = make_context("llama", n_batch=8)
-    ctx.decode(LlamaBatch.from_arrays(np.arange(5, 25), np.arange(20), 0, True))
-    rows = [(i, ctx.logits(i)) for i in range(20)]
-    ctx.clear_kv_cache_seq(0, 6, None)
-    is_there(ctx, rows[5])
-    for i in (6, 7, 8, 19):
-        is_gone(ctx, rows[i])
-
-
 def test_embeddings_go_with_their_sequence(make_context: Any) -> None:
     ctx = make_context("llama", embeddings=True, pooling_type="none")
     ctx.decode([5, 6, 7])
@@ -176,14 +144,6 @@ def test_embeddings_go_with_their_sequence(make_context: Any) -> None:
     pooled.clear_kv_cache_seq(1, 2, None)
     with pytest.raises(IndexError, match="no longer holds"):
         pooled.seq_embeddings(1)
-
-
-def test_rows_of_an_encoder_stay(make_context: Any) -> None:
-    ctx = make_context("bert", embeddings=True, pooling_type="none", n_seq_max=1)
-    ctx.encode([5, 6, 7])
-    row = ctx.embeddings()
-    ctx.clear_kv_cache()
-    assert (ctx.embeddings() == row).all()
 
 
 def test_a_refused_decode_leaves_the_rows(make_context: Any) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from memory.kit import EVERY_CASE, Bench, Case, apart
 from pykvcache import LlamaBatch, LlamaContext, LlamaModel, LlamaSequence
-from pykvcache.errors import ContextCreateError, NoKvCacheSlot, UnsupportedOperation
+from pykvcache.errors import ContextCreateError, UnsupportedOperation
 from support.models import MODELS
 
 MakeBench = Callable[..., Bench]
@@ -75,19 +75,6 @@ def test_rollbacks_without_a_valid_state_are_refused(case: Case, bench: MakeBenc
     b.check(n=2)
 
 
-@pytest.mark.hazard("N140")
-@rollback_case
-def test_steps_back_add_up(case: Case, bench: MakeBench) -> None:
-    b = bench(case, n_rs_seq=BACK)
-    b.feed(0, 12)
-    for n in (1, 2, 1):
-        step_back(b, 0, n)
-    stays(b, 0, 1)
-    b.feed(0, 6)
-    step_back(b, 0, 3)
-    b.check(n=2)
-
-
 @pytest.mark.hazard("M15", "M18")
 @rollback_case
 def test_copies_and_steps_back_leave_each_other_alone(case: Case, bench: MakeBench) -> None:
@@ -144,27 +131,6 @@ def test_partial_states_end_what_can_be_taken_back(case: Case, bench: MakeBench)
     del b.held[0][10:]
     stays(b, 0, 1)
     b.check(n=2)
-
-
-@rollback_case
-def test_a_shift_ends_what_can_be_taken_back(case: Case, bench: MakeBench) -> None:
-    if not case.info.can_shift:
-        pytest.skip("this memory cannot shift")
-    b = bench(case, n_rs_seq=BACK)
-    b.feed(0, 12)
-    b.ctx.kv_cache_seq_add(0, None, None, 5)
-    assert not b.ctx.can_resume(0, 15)
-    assert b.ctx.clear_kv_cache_seq(0, 15) is False
-
-
-@rollback_case
-def test_a_refused_decode_leaves_what_can_be_taken_back(case: Case, bench: MakeBench) -> None:
-    b = bench(case, n_rs_seq=BACK)
-    b.feed(0, 12)
-    with pytest.raises(NoKvCacheSlot):
-        b.ctx.decode(b.prompt(b.ctx.n_ctx), seq_id=1)
-    step_back(b, 0, 2)
-    b.check(0, n=2)
 
 
 @rollback_case
@@ -288,10 +254,3 @@ def test_as_many_states_as_a_graph_has_room_for(
 def test_numbers_out_of_range(wrong: int, make_context: Callable[..., LlamaContext]) -> None:
     with pytest.raises(ValueError, match="n_rs_seq"):
         make_context("lfm2", n_rs_seq=wrong)
-
-
-def test_states_that_no_machine_has_room_for(model: Callable[[str], LlamaModel]) -> None:
-    """The system gives such memory, and ends a process that uses it."""
-    with pytest.raises(ContextCreateError, match="states") as caught:
-        LlamaContext(model("qwen4exp"), n_rs_seq=2**16, n_seq_max=256, kv_unified=False)
-    assert caught.value.parameter == "n_rs_seq"

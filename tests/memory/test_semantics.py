@@ -1,4 +1,4 @@
-"""One meaning for every memory class and mode, unlike in llama.cpp."""
+"""Arguments mean the same to every memory, unlike in llama.cpp; ranges are in test_ranges.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from memory.kit import CASES, Bench, Case
+from memory.kit import KINDS, Bench, Case
 from pykvcache import LlamaContext
 from pykvcache.errors import (
     P0TooLarge,
@@ -19,18 +19,14 @@ from pykvcache.errors import (
 )
 
 MakeBench = Callable[..., Bench]
-every_case = pytest.mark.parametrize("case", CASES, ids=str)
+every_kind = pytest.mark.parametrize("case", KINDS, ids=str)
 INT32_MAX = 2**31 - 1
 
-
-Call = Callable[[LlamaContext], object]
 
 RANGED: dict[str, Callable[[LlamaContext, int | None, int | None], object]] = {
     "copy": lambda ctx, p0, p1: ctx.copy_kv_cache_seq(0, 1, p0, p1),
     "copy to itself": lambda ctx, p0, p1: ctx.copy_kv_cache_seq(0, 0, p0, p1),
-    "copy an empty one": lambda ctx, p0, p1: ctx.copy_kv_cache_seq(2, 3, p0, p1),
     "clear": lambda ctx, p0, p1: ctx.clear_kv_cache_seq(0, p0, p1),
-    "clear an empty one": lambda ctx, p0, p1: ctx.clear_kv_cache_seq(3, p0, p1),
     "clear all": lambda ctx, p0, p1: ctx.clear_kv_cache_seq(None, p0, p1),
     "add": lambda ctx, p0, p1: ctx.kv_cache_seq_add(0, p0, p1, 1),
     "add 0": lambda ctx, p0, p1: ctx.kv_cache_seq_add(0, p0, p1, 0),
@@ -57,43 +53,35 @@ BY_SEQUENCE: dict[str, Callable[[LlamaContext, int], object]] = {
 
 
 @pytest.mark.hazard("M37")
-@every_case
-def test_negative_positions_are_position_errors(case: Case, bench: MakeBench) -> None:
+@every_kind
+def test_positions_outside_of_int32_have_their_own_errors(case: Case, bench: MakeBench) -> None:
     b = bench(case).with_two()
     for name, call in RANGED.items():
-        for p0, p1 in [(-1, None), (None, -1), (-5, -2), (-(2**31), 3), (4, -1), (-(2**40), 1)]:
-            with pytest.raises(PositionError) as caught:
+        for p0, p1, said in [(-1, None, "p0 is -1"), (None, -1, "p1 is -1"), (-5, -7, "p0 is -5")]:
+            with pytest.raises(PositionError, match=said) as caught:
                 call(b.ctx, p0, p1)
             assert isinstance(caught.value, ValueError), name
-    for size in (-1, -(2**31)):
-        with pytest.raises(PositionError):
-            b.ctx.copy_cache(0, 1, size)
-    b.check()
-
-
-@every_case
-def test_positions_past_int32_have_their_own_errors(case: Case, bench: MakeBench) -> None:
-    b = bench(case).with_two()
-    for call in RANGED.values():
-        for value in (2**31, 2**32 - 1, 2**63, 2**64, 2**100):
-            with pytest.raises(P0TooLarge) as p0:
+        for value in (2**31, 2**64):
+            with pytest.raises(P0TooLarge, match="start position") as p0_error:
                 call(b.ctx, value, None)
-            with pytest.raises(P1TooLarge) as p1:
+            with pytest.raises(P1TooLarge, match="end position") as p1_error:
                 call(b.ctx, 0, value)
-            assert p0.value.value == p1.value.value == value
+            assert p0_error.value.value == p1_error.value.value == value
+    with pytest.raises(PositionError):
+        b.ctx.copy_cache(0, 1, -1)
     with pytest.raises(P1TooLarge):
         b.ctx.copy_cache(0, 1, 2**31)
     b.check()
 
 
 @pytest.mark.hazard("M1", "M3", "M4", "M5")
-@every_case
+@every_kind
 def test_sequence_ids_out_of_range_are_errors_save_for_queries(
     case: Case, bench: MakeBench
 ) -> None:
     b = bench(case).with_two()
     for name, call in BY_SEQUENCE.items():
-        for seq in (-1, -2, 4, 255, 256, INT32_MAX, -(2**31)):
+        for seq in (-1, 4, 255, 256, INT32_MAX, -(2**31)):
             with pytest.raises(SequenceIdError) as caught:
                 call(b.ctx, seq)
             assert caught.value.seq_id == seq, name
@@ -107,51 +95,8 @@ def test_sequence_ids_out_of_range_are_errors_save_for_queries(
     b.check()
 
 
-@every_case
-def test_an_empty_range_does_nothing(case: Case, bench: MakeBench) -> None:
-    b = bench(case).with_two()
-    for p0, p1 in [(0, 0), (None, 0), (5, 5), (20, 20), (INT32_MAX, INT32_MAX)]:
-        for name, call in RANGED.items():
-            if name == "copy":
-                continue  # it empties: see test_ranges.py
-            if case.info.has_mrope and name.startswith(("add", "div")):
-                with pytest.raises(UnsupportedOperation):
-                    call(b.ctx, p0, p1)
-            else:
-                assert call(b.ctx, p0, p1) in (None, True), name
-        b.positions()
-    b.check()
-
-
-@every_case
-def test_a_range_that_holds_nothing_changes_no_source(case: Case, bench: MakeBench) -> None:
-    b = bench(case).with_two()
-    for p0, p1 in [(20, None), (20, 30), (500, INT32_MAX)]:
-        for name, call in RANGED.items():
-            if name.startswith("copy") or (name.startswith(("add", "div")) and case.info.has_mrope):
-                continue
-            assert call(b.ctx, p0, p1) in (None, True), name
-        b.positions()
-    b.check()
-
-
-@every_case
-def test_shifts_by_zero_and_divisions_by_one(case: Case, bench: MakeBench) -> None:
-    b = bench(case).with_two()
-    for p0, p1 in [(None, None), (0, None), (3, 7), (19, None), (0, 20)]:
-        if case.info.has_mrope:
-            with pytest.raises(UnsupportedOperation):
-                b.ctx.kv_cache_seq_add(0, p0, p1, 0)
-            with pytest.raises(UnsupportedOperation):
-                b.ctx.kv_cache_seq_div(0, p0, p1, 1)
-        else:
-            b.ctx.kv_cache_seq_add(0, p0, p1, 0)
-            b.ctx.kv_cache_seq_div(0, p0, p1, 1)
-    b.check()
-
-
 @pytest.mark.hazard("M28", "M29")
-@every_case
+@every_kind
 def test_divisors_outside_1_to_255_are_value_errors(case: Case, bench: MakeBench) -> None:
     b = bench(case).with_two()
     for d in (0, -1, 256, -(2**31), 2**31, 2**63, 2**64):
@@ -161,12 +106,12 @@ def test_divisors_outside_1_to_255_are_value_errors(case: Case, bench: MakeBench
     b.check()
 
 
-@every_case
+@every_kind
 def test_bools_and_floats_are_not_integers_and_numpy_integers_are(
     case: Case, bench: MakeBench
 ) -> None:
     b = bench(case).with_two()
-    for bad in (True, 1.0, "1", np.float32(1), np.bool_(True), [1], np.array([1, 2])):
+    for bad in (True, 1.0, "1", np.float32(1), np.array([1, 2])):
         for call in BY_SEQUENCE.values():
             with pytest.raises(TypeError):
                 call(b.ctx, bad)  # type: ignore[arg-type]

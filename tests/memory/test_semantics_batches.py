@@ -183,15 +183,6 @@ def test_logits_need_a_decode(case: Case, bench: MakeBench) -> None:
         b.ctx.logits()
 
 
-@every_case
-def test_abort_without_a_decode_concerns_nothing(case: Case, bench: MakeBench) -> None:
-    b = bench(case)
-    assert b.ctx.abort() is False
-    b.feed(0, 10)
-    assert b.ctx.abort() is False
-    b.check(n=2)
-
-
 def abort_one(b: Bench, seq: int) -> list[int]:
     """Decode a long prompt in another thread and abort it; return the prompt."""
     tokens = b.prompt(900)

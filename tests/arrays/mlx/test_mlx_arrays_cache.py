@@ -87,6 +87,9 @@ def test_filter_keeps_rows_of_arrays_and_counts() -> None:
     new = ArraysCache(2)  # nothing says how many rows it has
     new.filter([5, 2])
     assert new.extract(7).is_empty()
+    new.prepare(lengths=[1, 2])
+    with pytest.raises(CacheValueError):
+        new.prepare(left_padding=[1])
 
 
 def test_extend_puts_zeros_for_a_missing_side() -> None:

@@ -134,18 +134,18 @@ def test_list_drives_batches_together():
 def test_members_without_rows_follow_the_others():
 
     def fresh(rows):
-        return CacheList(ArraysCache(1), BatchKVCache([0] * rows))
+        return CacheList(ArraysCache(1), CacheList(BatchKVCache([0] * rows)))
 
     caches = fresh(3)
     assert caches.extract(2)[0].is_empty()
     caches.filter([2])
-    assert caches[1].batch_size == 1
+    assert caches[1][0].batch_size == 1
     with pytest.raises(CacheValueError):
         caches.filter([1])
     other, caches = fresh(2), fresh(3)
     other[0][0] = np.array([[7.0], [8.0]], np.float32)
     caches.extend(other)
-    assert caches[1].batch_size == 5
+    assert caches[1][0].batch_size == 5
     assert caches[0][0].ravel().tolist() == [0, 0, 0, 7, 8]
     other.extend(fresh(1))
     assert other[0][0].ravel().tolist() == [7, 8, 0]

@@ -248,6 +248,19 @@ def test_an_emptied_cache_takes_another_layout(kind: str) -> None:
     assert keys.dtype == np.float64
 
 
+def test_keys_and_values_of_the_cache_may_come_back_swapped() -> None:
+    x = np.arange(1.0, 4).reshape(1, 1, 3, 1)
+    cache = KVCache()
+    keys, values = cache.update(x, -x)
+    assert cache.trim(1) == 1
+    keys, values = cache.update(values[:, :, -1:], keys[:, :, -1:])
+    assert (keys.ravel().tolist(), values.ravel().tolist()) == ([1, 2, -3], [-1, -2, 3])
+    for full in (RotatingKVCache(1), BatchRotatingKVCache(1, [0])):
+        keys, values = full.update(x[:, :, :1], -x[:, :, :1])
+        keys, values = full.update(values, keys)
+        assert (keys.item(), values.item()) == (-1, 1)
+
+
 @pytest.mark.parametrize("kind", PLAIN)
 def test_views_are_read_only_and_given_arrays_are_copied(kind: str) -> None:
     cache = EMPTY[kind]()
@@ -315,7 +328,16 @@ LARGEST = 2**60
 
 @pytest.mark.parametrize(
     "padding",
-    [[2**62], [LARGEST + 1], [2**70], [True, 0], [0.5], [[0]], [[1], [2, 3]], "x" * 10**5],
+    [
+        [2**62],
+        [LARGEST + 1],
+        np.array([2**64 - 1], np.uint64),
+        [True, 0],
+        [0.5],
+        [[0]],
+        [[1], [2, 3]],
+        "x" * 10**5,
+    ],
 )
 def test_padding_that_cannot_be_is_refused(padding: Any) -> None:
     for call in (

@@ -417,6 +417,7 @@ REFUSED: list[tuple[str, tuple[Any, ...], type, str]] = [
     ("start_forward", ([True], [0]), TypeError, r"positions\[0\] must be an integer, not bool"),
     ("start_forward", (np.array([2.0]), [0]), TypeError, "must hold integers, not float64"),
     ("start_forward", (np.array([[2]]), [0]), CacheValueError, "one dimension is needed"),
+    ("start_forward", (np.array([2**63], np.uint64), [0]), CacheValueError, "below 2"),
     ("set_layer", (-1,), CacheLayerError, "layer is -1"),
     ("set_layer", (True,), TypeError, "not bool"),
     ("set_causal", ([4],), CacheValueError, "4"),

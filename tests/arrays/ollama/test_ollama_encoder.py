@@ -15,6 +15,7 @@ from pykvcache.errors import (
     CacheLayerError,
     CacheOrderError,
     CacheValueError,
+    ClosedError,
     NotSupported,
     PositionError,
 )
@@ -137,6 +138,19 @@ def test_init_refuses_sequences_and_padding() -> None:
         cache.get()
     with pytest.raises(CacheOrderError, match="config cannot be changed"):
         made().set_config(CacheConfig())
+
+
+def test_close_frees_the_arrays_and_order_is_checked() -> None:
+    cache = made()
+    with pytest.raises(CacheOrderError, match="start_forward"):
+        cache.put(np.ones(2), np.ones(2))
+    cache.close()
+    cache.close()
+    for call in (cache.get, lambda: cache.start_forward([0], [0]), lambda: cache.remove(0, 0)):
+        with pytest.raises(ClosedError, match="EncoderCache was closed"):
+            call()
+    cache.init(np.float16, 1, 16, 8)
+    assert cache.get() == (None, None, None)
 
 
 @pytest.mark.parametrize(

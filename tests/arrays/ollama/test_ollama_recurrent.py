@@ -284,6 +284,7 @@ def test_an_incomplete_checkpoint_is_refused() -> None:
     cache.set_layer(1)
     cache.put_state("sum", np.ones((1, 2)))
     model.feed(0, [5, 6], 5)
+    assert cache.prepare_restore(0, 7) == 7
     assert cache.prepare_restore(0, 6) == 5
     with pytest.raises(NotSupported, match="complete checkpoint"):
         cache.remove(0, 5)

@@ -308,6 +308,19 @@ def test_a_shift_fn_may_not_use_the_cache() -> None:
     assert_same(state(cache), state(other))
 
 
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize("kind", [CausalCache, EncoderCache])
+def test_arrays_of_get_may_be_put_the_other_way_round(kind: Any, permuted: bool) -> None:
+    cache = kind()
+    cache.set_config(CacheConfig(permuted_v=permuted))
+    begun(cache)
+    for _ in range(2):
+        cache.put(one(1), one(2))
+        key, value, _ = cache.get()
+        cache.put(value.reshape(1, 1, 1), key.reshape(1, 1, 1))
+        assert pair(cache) == (2, 1)
+
+
 @pytest.mark.parametrize("kind", [CausalCache, RecurrentCache, EncoderCache, WrapperCache])
 def test_copies_are_independent(kind: Any) -> None:
     for how in (copy.copy, copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))):

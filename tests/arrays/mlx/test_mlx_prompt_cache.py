@@ -353,7 +353,7 @@ def test_a_damaged_header_is_a_cache_error(tmp_path_factory: Any, data: st.DataO
 @pytest.mark.parametrize(
     "layer",
     [
-        *[("KVCache", (*PAIR, *more)) for more in ((12,), (-1,), (2.0,), (3, 4))],
+        *[("KVCache", (*PAIR, *more)) for more in ((12,), (-1,), (2.0,), (True,), (3, 4))],
         ("KVCache", (1, 2, 3)),
         ("RotatingKVCache", (*PAIR, 3, 1, 20)),
         ("ChunkedKVCache", (*PAIR, 2, 4, 6)),

@@ -84,8 +84,7 @@ class Container:
 # Checksums: SHA-256, or XXH3 (20 times faster) if xxhash is installed -----------------------------
 
 
-@cache  # a failed import is slow
-def _xxh3() -> Callable[[], Any] | None:
+def _find_xxh3() -> Callable[[], Any] | None:
     """Return the constructor of XXH3, or None."""
     try:
         import xxhash
@@ -93,6 +92,9 @@ def _xxh3() -> Callable[[], Any] | None:
         return None
     made: Callable[[], Any] = xxhash.xxh3_128
     return made
+
+
+_xxh3 = cache(_find_xxh3)  # a failed import is slow
 
 
 def best_checksum() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pykvcache.prefix.block_hash import TOKEN_SIZE
@@ -170,10 +170,14 @@ def check_content(match: Match, resume: Resume, tokens: bytes) -> None:
         assert resume.state.chunks[0].state.tokens == tokens[: n * TOKEN_SIZE]
 
 
-def check_tree(tree: PrefixTree, holds: list[Hold] = ()) -> None:  # type: ignore[assignment]
-    """Check every account of a tree, and that nothing in it is useless."""
+def check_tree(
+    tree: PrefixTree,
+    holds: Iterable[Hold] = (),
+    check_content: Callable[[Node, MemoryShape], None] | None = None,
+) -> None:
+    """Check every account of a tree, that nothing in it is useless, and each node's content."""
     shape, nodes = tree.shape, list(tree.nodes())
-    n_bytes, n_blocks = 0, 0
+    n_bytes, n_blocks, n_states = 0, 0, 0
     held: Counter[Component] = Counter()
     for hold in holds:
         held.update(tree._held_by(hold))
@@ -185,8 +189,10 @@ def check_tree(tree: PrefixTree, holds: list[Hold] = ()) -> None:  # type: ignor
         assert node.n_tokens > 0
         assert node._key == parent.key_at(parent.end)
         n_blocks += node.n_blocks(shape.block_size)
+        n_states += node.state is not None and node.state.chunks[0].has_state
         n_bytes += tree._overhead(node)
         assert node.attention is not None
+        assert node.attention.n_tokens == node.n_tokens == sum(node.attention.sizes)
         for one in node.components():
             assert one.node is node
             assert one.held == held[one], one
@@ -194,9 +200,8 @@ def check_tree(tree: PrefixTree, holds: list[Hold] = ()) -> None:  # type: ignor
             assert one.is_spare == (one in tree._spare)
             assert not (one.is_spare and one.held)
             assert len(one.sizes) == len(one.chunks) or one.kind is Kind.STATE
-            assert None not in one.chunks
-        assert node.attention.n_tokens == node.n_tokens == sum(node.attention.sizes)
-        check_chunks(node, shape)
+            assert all(chunk is not None for chunk in one.chunks)
+        (check_content or check_chunks)(node, shape)
         if tree._root_name is not None:
             assert len(node.names(shape.block_size)) == node.n_blocks(shape.block_size)
         if not node.children and not node.attention.held:
@@ -204,12 +209,10 @@ def check_tree(tree: PrefixTree, holds: list[Hold] = ()) -> None:  # type: ignor
         if node.window is not None:
             assert is_useful(tree, node), f"the window of {node} is in no complete one"
     for root in tree.roots():
-        assert root.children
+        assert root.children, "a root that nothing follows"
         n_bytes += tree._root_bytes(str(root.namespace))
-    assert tree.n_bytes == n_bytes
-    assert tree.n_blocks == n_blocks
-    ends = (node.state.chunks[0] for node in nodes if node.state is not None)
-    assert tree.n_states == sum(end.has_state for end in ends)
+    counted = (tree.n_bytes, tree.n_blocks, tree.n_states)
+    assert counted == (n_bytes, n_blocks, n_states)
     assert set(tree._spare) <= {one for node in nodes for one in node.components()}
     if tree.used_bytes > tree.max_bytes:
         assert not any(one.is_evictable for node in nodes for one in node.components())

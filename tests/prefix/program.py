@@ -18,6 +18,7 @@ from pykvcache.prefix.events import BlockRemoved, BlockStored, CacheEvent, Store
 from pykvcache.prefix.policies import POLICIES
 from pykvcache.prefix.report import ReuseReport
 from pykvcache.prefix.sequence import CachedSequence
+from pykvcache.prefix.stores import MemoryStore
 
 Fresh = Callable[[list[int]], Logits]
 SPACES = ("", "a", "b")
@@ -36,6 +37,9 @@ STEPS = {
     "clear all": 0.1,
     "batch": 1,
     "events": 0.5,
+    "forget": 0.5,
+    "prefetch": 0.7,
+    "restart": 0.7,
 }
 MOST = 90  # tokens of a sequence
 
@@ -88,19 +92,23 @@ class Program:
         options: dict[str, Any],
     ) -> None:
         self.case, self.ctx, self.fresh, self.rng = case, ctx, fresh, rng
+        self.options, self.has_tier = options, "tiers" in options
         self.limit: int = options["ram_bytes"]
         self.is_ample = self.limit > 1 << 24
-        self.cache = PrefixCache(ctx, **options)
         self.open: list[Open] = []
         self.pins: list[Pin] = []
         # Of each namespace what was evaluated since it was cleared, and may be found again.
         self.known: dict[str, list[list[int]]] = {space: [] for space in SPACES}
-        # As a reader of the events thinks: a small cache keeps too few, and has a subscriber.
+        self.taken: Counter[str] = Counter()
+        self.make_cache()
+
+    def make_cache(self) -> None:
+        """Make a cache, and what a reader of its events thinks: of a small one a subscriber."""
+        self.cache = PrefixCache(self.ctx, **self.options)
         self.stored: set[bytes] = set()
         self.heard: deque[CacheEvent] = deque()
         if not self.is_ample:
             self.cache.events.subscribe(self.heard.append)
-        self.taken: Counter[str] = Counter()
 
     def words(self, n: int) -> list[int]:
         """Return n random tokens."""
@@ -143,6 +151,14 @@ class Program:
             self.clear(None)
         elif name == "events":
             self.read_events()
+        elif name == "forget":
+            space = SPACES[self.pick(3)]
+            self.cache.forget(self.prompt(space), namespace=space)
+        elif name == "prefetch":
+            space = SPACES[self.pick(3)]
+            assert self.cache.prefetch(self.prompt(space), namespace=space).wait(60)
+        elif name == "restart":
+            self.restart()
         elif name != "release":
             assert one is not None
             self.change(name, one)
@@ -166,7 +182,7 @@ class Program:
             texts = [one.evaluated for one in here if not one.is_shifted]
             texts += self.known[space] if self.is_ample and not self.taken["discard"] else []
             live = max((common(prompt, text) for text in texts), default=0)
-            if not self.taken["truncate"] and not self.taken["clear"]:
+            if not any(self.taken[one] for one in ("truncate", "clear", "forget", "restart")):
                 assert report.evaluated <= max(1, len(prompt) - live), "live tokens are not used"
         one = Open(sequence, space)
         self.open.append(one)
@@ -239,15 +255,29 @@ class Program:
             assert pin.n_tokens <= (len(prompt) if ttl != 0 else 0)
             self.pins.append(pin)
 
+    def restart(self) -> None:
+        """Close the cache with its sequences, and make another one: tiers have what it had."""
+        for one in self.open:
+            one.sequence.close()
+        if self.has_tier:
+            assert self.cache.flush(60)
+        else:
+            self.known = {space: [] for space in SPACES}
+        self.cache.close()
+        self.open.clear()
+        self.pins.clear()
+        self.make_cache()
+
     def clear(self, space: str | None) -> None:
-        """Forget a namespace: nothing of it is left, or comes back."""
+        """Forget a namespace: nothing of it is left in memory, or comes back without tiers."""
         self.cache.clear(space)
         for name in SPACES if space is None else (space,):
-            self.known[name].clear()
+            if not self.has_tier:
+                self.known[name].clear()
             for one in self.open:
                 one.is_shared &= one.space != name
             assert not list(self.cache._core.blocks.tree.nodes(name))
-        for event, _ in self.cache.events._events:
+        for event, *_ in self.cache.events._events if not self.has_tier else ():
             assert not isinstance(event, BlockStored)
             if isinstance(event, Stored):
                 assert space is not None
@@ -260,6 +290,8 @@ class Program:
         events = [*self.cache.events] if self.is_ample else [*self.heard]
         self.heard.clear()
         for event in events:
+            if getattr(event, "medium", "CPU") != "CPU":
+                continue
             if isinstance(event, BlockStored):
                 self.stored |= set(event.block_hashes)
             elif isinstance(event, BlockRemoved):
@@ -277,8 +309,8 @@ class Program:
 
     def check(self) -> None:
         """Budgets and counts."""
-        stats = self.cache.stats()
-        assert stats.n_tokens == stats.live + stats.ram + stats.evaluated
+        if self.has_tier:  # whose thread tells of what it wrote
+            assert self.cache.flush(60)
         check_accounts(self.cache)
 
     def end(self) -> None:
@@ -297,7 +329,9 @@ class Program:
         self.cache.close()
 
 
-def run(case: Case, ctx: LlamaContext, fresh: Fresh, seed: int, n_steps: int) -> Counter[str]:
+def run(
+    case: Case, ctx: LlamaContext, fresh: Fresh, seed: int, n_steps: int, *, has_tier: bool
+) -> Counter[str]:
     """Run one program; what fails says how to run it again."""
     rng = np.random.default_rng([seed, sum(map(ord, str(case)))])
     cell = max(64, ctx.native.block_bytes())
@@ -308,6 +342,8 @@ def run(case: Case, ctx: LlamaContext, fresh: Fresh, seed: int, n_steps: int) ->
         "keep_logits": bool(rng.random() < 0.4),
         "checkpoint_bytes": int(rng.choice([0, 1 << 28, 1 << 28])),
     }
+    if has_tier:
+        options |= {"tiers": [MemoryStore()], "tier_seconds": 60}
     program = Program(case, ctx, fresh, rng, options)
     at = 0
     try:

@@ -1,7 +1,7 @@
 """Random programs over a PrefixCache on every memory; ``make fuzz`` runs many more.
 
 Tokens evaluated against an oracle, logits against fresh runs, the budget after every step, and no
-namespace that another one sees.
+namespace that another one sees: with tiers and without, and over restarts.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ SHORT = (
 CHOSEN = tuple(case for case in EVERY_SERVED if IS_LONG or str(case) in SHORT)
 
 
-@pytest.mark.hazard("N69", "N90", "N91", "N92")
+@pytest.mark.hazard("N69", "N80", "N90", "N91", "N92")
 @pytest.mark.parametrize("case", CHOSEN, ids=str)
 def test_random_programs(case: Case, make_context: Make) -> None:
     fresh = cleared_runs(make_context(case.name, n_seq_max=1))
     ctx = make_context(case.name, **(case.options | {"n_seq_max": 4}))
     taken: Counter[str] = Counter()
-    for i in range(25 if IS_LONG else 2):
-        taken += run(case, ctx, fresh, 1000 * SEED + i, 200 if IS_LONG else 25)
+    for i in range(25 if IS_LONG else 6):
+        has_tier = i % 2 == 1 and case.has_states
+        seed, n_steps = 1000 * SEED + i, 200 if IS_LONG else 25
+        taken += run(case, ctx, fresh, seed, n_steps, has_tier=has_tier)
     assert taken.total() > 40
     assert not IS_LONG or set(taken) == set(STEPS)
 

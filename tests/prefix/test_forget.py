@@ -45,10 +45,8 @@ def test_a_branch_leaves_alone(case: Case, make_context: Make, fresh_logits: Fre
         check_accounts(cache)
 
 
-@pytest.mark.parametrize("case", SERVED, ids=str)
-def test_what_is_held_stays_until_it_is_released(case: Case, make_context: Make) -> None:
-    ctx = make_context(case.name, **(case.options | {"n_seq_max": 2}))
-    with PrefixCache(ctx, block_size=SIZE) as cache:
+def test_what_is_held_stays_until_it_is_released(make_context: Make) -> None:
+    with PrefixCache(make_context("gemma3", n_seq_max=2), block_size=SIZE) as cache:
         with cache.sequence(GONE) as sequence:
             sequence.logits()
         pin = cache.pin(GONE)
@@ -91,16 +89,13 @@ def test_tiers_forget_a_branch_and_keep_the_others(case: Case, make_context: Mak
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "jamba"])
-@pytest.mark.parametrize("ram_bytes", [0, 1 << 26])
-def test_tiers_forget_what_memory_never_had(name: str, ram_bytes: int, make_context: Make) -> None:
+def test_tiers_forget_what_memory_never_had(name: str, make_context: Make) -> None:
     """After a restart, and with every end of the conversation."""
     store = MemoryStore()
 
     def cache_of() -> PrefixCache:
         ctx = make_context(name, n_ctx=512, n_seq_max=2)
-        return PrefixCache(
-            ctx, block_size=SIZE, ram_bytes=ram_bytes, tiers=[store], tier_seconds=20
-        )
+        return PrefixCache(ctx, block_size=SIZE, ram_bytes=0, tiers=[store], tier_seconds=20)
 
     with cache_of() as cache:
         with cache.sequence(GONE) as sequence:

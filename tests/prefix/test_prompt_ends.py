@@ -12,16 +12,22 @@ from pykvcache.prefix.stores import MemoryStore
 SIZE = 8
 
 
-@pytest.mark.parametrize("n", [21, 24, 25])  # in, at and after the end of a block
+@pytest.mark.parametrize(("n", "n_known"), [(1, 0), (24, 0), (25, 24)])
 @pytest.mark.parametrize("case", SERVED, ids=str)
 def test_kept_logits_outlive_the_answer(
-    case: Case, n: int, make_context: Make, fresh_logits: Fresh
+    case: Case, n: int, n_known: int, make_context: Make, fresh_logits: Fresh
 ) -> None:
-    """What is generated, appended or stored after a prompt takes nothing from its repeat."""
+    """What is generated, appended or stored after a prompt takes nothing from its repeat.
+
+    The last token alone may have been new.
+    """
     ctx = make_context(case.name, **(case.options | {"n_seq_max": 3}))
     with PrefixCache(ctx, block_size=SIZE, keep_logits=True) as cache:
         prompt = words(n, n)
-        for longer in (2, 5, SIZE + 3):
+        if n_known:
+            with cache.sequence(prompt[:n_known]) as sequence:
+                sequence.logits()
+        for longer in (2, SIZE + 3):
             with cache.sequence(prompt) as sequence:
                 list(sequence.generate(longer))
             with cache.sequence([*prompt, *words(longer, longer)]) as sequence:
@@ -37,17 +43,6 @@ def test_kept_logits_outlive_the_answer(
         other = cache.sequence(prompt)
         assert other.reuse.evaluated == 0
         assert apart(other.logits(), fresh_logits(case.name, prompt)) < case.tolerance
-
-
-def test_the_prompt_of_a_batch_keeps_its_logits(make_context: Make, fresh_logits: Fresh) -> None:
-    with PrefixCache(make_context("llama"), block_size=SIZE, keep_logits=True) as cache:
-        prompt = words(1, 21)
-        answer = BatchGenerator(cache).submit(prompt, 3).wait().tokens.tolist()
-        with cache.sequence(prompt) as sequence:
-            assert sequence.reuse.evaluated == 0
-            assert apart(sequence.logits(), fresh_logits("llama", prompt)) < 1e-3
-        with cache.sequence([*prompt, answer[0] + 1]) as sequence:
-            assert sequence.reuse.first_difference == 21, "the answer is nearest, not its prompt"
 
 
 def test_edits_before_the_end_of_a_prompt_take_its_logits(
@@ -71,17 +66,6 @@ def test_edits_before_the_end_of_a_prompt_take_its_logits(
             for again in (prompt, tokens[:21], tokens):
                 with cache.sequence(again) as sequence:
                     assert apart(sequence.logits(), fresh_logits("llama", again)) < 1e-3
-
-
-def test_a_state_outlives_a_longer_end_in_its_block(make_context: Make) -> None:
-    """A state cannot be cut: what begins where a prompt ended, begins there."""
-    with PrefixCache(make_context("mamba"), block_size=SIZE) as cache:
-        first = words(1, 19)
-        for prompt in (first, [*first, 5, 6], [*first, 6, 5]):
-            with cache.sequence(prompt) as sequence:
-                sequence.logits()
-                evaluated = sequence.reuse.evaluated
-        assert evaluated == 2
 
 
 @pytest.mark.parametrize("is_prefetched", [False, True])
@@ -129,28 +113,3 @@ def test_a_state_that_cannot_go_back_a_token_is_no_reason_to_ask_no_tier(
         again = cache.sequence(text)
         again.logits()
         assert again.reuse.evaluated <= SIZE
-
-
-@pytest.mark.parametrize("is_batch", [False, True])
-@pytest.mark.parametrize("n", [0, 30, 64])
-@pytest.mark.parametrize("case", SERVED, ids=str)
-def test_logits_are_kept_where_one_token_alone_was_new(
-    case: Case, n: int, is_batch: bool, make_context: Make, fresh_logits: Fresh
-) -> None:
-    """The state after it is kept, too, before the answer goes on."""
-    ctx = make_context(case.name, **case.options)
-    prompt = [*words(1, n), 7]
-    with PrefixCache(ctx, block_size=16, keep_logits=True) as cache:
-        if n:
-            with cache.sequence(prompt[:-1]) as sequence:
-                sequence.logits()
-        if is_batch:
-            BatchGenerator(cache).submit(prompt, 5).wait()
-        else:
-            with cache.sequence(prompt) as sequence:
-                list(sequence.generate(5))
-        before = ctx.tokens_evaluated
-        with cache.sequence(prompt) as sequence:
-            assert apart(sequence.logits(), fresh_logits(case.name, prompt)) < case.tolerance
-        assert ctx.tokens_evaluated == before
-        assert sequence.reuse.evaluated == 0

@@ -57,15 +57,10 @@ def test_it_is_of_the_prompt_as_it_was(context: LlamaContext) -> None:
         cache.clear()
         assert one.reuse.reason == said.reason
         assert one.reuse.first_difference == 21
-
-
-def test_after_the_model_was_closed_it_names_ids(context: LlamaContext) -> None:
-    with context, PrefixCache(context, block_size=4) as cache:
-        with cache.sequence(BASE) as first:
-            first.evaluate()
-        one = cache.sequence([*BASE[:21], 50])
+        evaluate(cache, BASE)
+        late = cache.sequence([*BASE[:21], 50])
         context.model.close()
-        assert one.reuse.reason == f"token 21 is 50: the closest cached prompt has {BASE[21]}"
+        assert late.reuse.reason == f"token 21 is 50: the closest cached prompt has {BASE[21]}"
 
 
 def evaluate(cache: PrefixCache, tokens: list[int], **options: Any) -> str:

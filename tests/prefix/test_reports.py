@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 
@@ -24,15 +23,14 @@ def evaluated(sequence: CachedSequence) -> int:
     return said
 
 
-@pytest.mark.parametrize("n_seq_max", [1, 2])
 @pytest.mark.parametrize("n", [20, 90])
 @pytest.mark.parametrize("case", SERVED, ids=str)
 def test_what_is_forked_without_an_id(
-    case: Case, n: int, n_seq_max: int, make_context: Make, fresh_logits: Fresh
+    case: Case, n: int, make_context: Make, fresh_logits: Fresh
 ) -> None:
     """A state that is taken out of a window has what its end sees, and no more."""
-    options: dict[str, Any] = case.options | {"n_seq_max": n_seq_max}
-    ctx, text = make_context(case.name, **options), words(1, n)
+    ctx = make_context(case.name, **(case.options | {"n_seq_max": 1}))
+    text = words(1, n)
     with PrefixCache(ctx, block_size=SIZE) as cache:
         first = cache.sequence(text)
         assert evaluated(first) == n
@@ -46,47 +44,6 @@ def test_what_is_forked_without_an_id(
             assert apart(fork.logits(), fresh_logits(case.name, text[:at])) < case.tolerance
         with first.fork() as fork:
             assert evaluated(fork) == 0
-
-
-@pytest.mark.parametrize("n", [31, 32, 33, 40])
-def test_a_window_whose_first_cell_others_took(
-    n: int, make_context: Make, fresh_logits: Fresh
-) -> None:
-    """Cells that the next token will not see are free as soon as the last one is evaluated."""
-    ctx = make_context("gemma3", n_ctx=2048, n_seq_max=3, n_ubatch=32, swa_full=False)
-    assert ctx.model.n_swa == 32
-    text = words(1, n)
-    with PrefixCache(ctx, block_size=SIZE, checkpoint_bytes=0, ram_bytes=0) as cache:
-        first = cache.sequence(text)
-        assert evaluated(first) == n
-        with cache.sequence(words(2, 600)) as other:  # all cells of the window are used once
-            assert evaluated(other) == 600
-        first.park()
-        for at in (5, n - 2, n - 1):
-            prompt = [*text[:at], *words(at, 4)]
-            with cache.sequence(prompt) as other:
-                assert evaluated(other) == (4 if n == 31 else at + 4)
-                assert apart(other.logits(), fresh_logits("gemma3", prompt)) < 1e-2
-
-
-@pytest.mark.parametrize("case", [c for c in SERVED if c.has_states], ids=str)
-def test_more_blocks_are_in_memory_than_a_tier_has_states_for(
-    case: Case, make_context: Make
-) -> None:
-    store, text = MemoryStore(), words(1, 80)
-    both: dict[str, Any] = {"block_size": SIZE, "tiers": [store], "tier_seconds": 20}
-    with PrefixCache(make_context(case.name, **case.options), checkpoint_bytes=0, **both) as cache:
-        with cache.sequence(text) as sequence:
-            evaluated(sequence)
-        cache.flush()
-        with (
-            PrefixCache(make_context(case.name, **case.options), **both) as other,
-            other.sequence(text[:45]) as sequence,
-        ):
-            sequence.logits()
-        with cache.sequence([*text, *words(2, 5)]) as sequence:
-            assert evaluated(sequence) <= 45
-            assert sequence.reuse.disk + sequence.reuse.remote == 0
 
 
 @pytest.mark.parametrize("n", [40, 43])
@@ -107,84 +64,6 @@ def test_an_end_without_logits_is_no_place_to_begin_a_repeat(
             with cache.sequence(text) as sequence:
                 assert evaluated(sequence) <= (SIZE if keep_logits else n)
                 assert apart(sequence.logits(), fresh_logits(case.name, text)) < case.tolerance
-
-
-@pytest.mark.parametrize("n", [20, 90])
-@pytest.mark.parametrize("case", SERVED, ids=str)
-def test_what_is_forked_off_a_parked_sequence(
-    case: Case, n: int, make_context: Make, fresh_logits: Fresh
-) -> None:
-    ctx, text = make_context(case.name, **case.options), words(1, n)
-    with PrefixCache(ctx, block_size=SIZE, ram_bytes=0, checkpoint_bytes=0) as cache:
-        first = cache.sequence(text)
-        first.logits()
-        for at in (n - 1, n - 2, n // 2):
-            first.park()
-            prompt = [*text[:at], *words(at, 4)]
-            with cache.sequence(prompt) as other:
-                n_evaluated = evaluated(other)
-                assert apart(other.logits(), fresh_logits(case.name, prompt)) < case.tolerance
-            if (
-                case.info.can_remove_partial
-                and case.info.n_swa
-                and (at == n - 1 or n <= case.info.n_swa)
-            ):
-                assert n_evaluated <= 5
-
-
-@pytest.mark.parametrize("case", [c for c in SERVED if c.info.has_rest and c.has_states], ids=str)
-def test_what_tiers_bring_takes_the_place_of_a_fork_of_what_is_parked(
-    case: Case, make_context: Make, fresh_logits: Fresh
-) -> None:
-    """Checkpoints of the fork's origin, beyond where they part, are of other tokens."""
-    options: dict[str, Any] = case.options | {"n_seq_max": 1}
-    both: dict[str, Any] = {"block_size": 16, "tiers": [MemoryStore()], "tier_seconds": 10}
-    prompt = words(1, 60)
-    with PrefixCache(make_context(case.name, **options), **both) as cache:
-        with cache.sequence(prompt[:48]) as sequence:
-            sequence.logits()
-        cache.flush()
-    with PrefixCache(make_context(case.name, **options), **both) as cache:
-        origin = cache.sequence([*prompt[:20], *words(2, 26)])
-        origin.logits()
-        cache.sequence(words(3, 10)).evaluate()
-        with cache.sequence(prompt) as sequence:
-            assert evaluated(sequence) <= 40
-            assert apart(sequence.logits(), fresh_logits(case.name, prompt)) < case.tolerance
-            for at in (59, 40, 37, 33, 21):
-                with sequence.fork(at) as fork:
-                    expected = fresh_logits(case.name, prompt[:at])
-                    assert apart(fork.logits(), expected) < case.tolerance
-
-
-@pytest.mark.parametrize("n", [20, 33, 47])
-@pytest.mark.parametrize("case", [c for c in SERVED if c.info.has_rest and c.has_states], ids=str)
-def test_a_repeat_of_an_answer_beside_more_sequences_than_ids(
-    case: Case, n: int, make_context: Make, fresh_logits: Fresh
-) -> None:
-    """Another sequence takes the cell that a window has passed, and the kept state lacks it."""
-    options: dict[str, Any] = case.options | {"n_seq_max": 2}
-    store = MemoryStore()
-    ctx = make_context(case.name, **options)
-    with PrefixCache(ctx, block_size=16, tiers=[store], tier_seconds=10) as cache:
-        idle = cache.sequence(words(1, 22))
-        idle.evaluate()
-        chat = cache.sequence(words(n, n))
-        list(chat.generate(9))
-        other = cache.sequence(words(2, 60))
-        other.evaluate()
-        text = chat.tokens[: chat.n_evaluated].tolist()
-        chat.close()
-        again = cache.sequence(text)
-        assert evaluated(again) <= len(text)
-        assert apart(again.logits(), fresh_logits(case.name, text)) < case.tolerance
-        cache.flush()
-    with PrefixCache(
-        make_context(case.name, **options), block_size=16, tiers=[store], tier_seconds=10
-    ) as cache:
-        again = cache.sequence(text)
-        assert evaluated(again) <= len(text)
-        assert apart(again.logits(), fresh_logits(case.name, text)) < case.tolerance
 
 
 @pytest.mark.parametrize("case", SERVED, ids=str)

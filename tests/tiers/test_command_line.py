@@ -68,17 +68,6 @@ def test_a_folder_is_listed_counted_checked_trimmed_and_cleared(
         assert store.contains([bytes(32)]) == 0
 
 
-def test_a_server_is_cleared_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with redis_server(tmp_path) as server:
-        with SealedStore(RedisStore(server.url, **PATIENT), ENVELOPE) as store:
-            store.put(blocks(5))
-        assert main(["cache", "verify", server.url]) == 0
-        assert "5 blocks are intact" in capsys.readouterr().out
-        assert main(["cache", "clear", "-y", server.url]) == 0
-        assert main(["cache", "du", server.url, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out.split("removed")[-1])["n_blocks"] == 0
-
-
 def test_with_a_secret_blocks_are_checked_by_who_has_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,12 +85,26 @@ def test_with_a_secret_blocks_are_checked_by_who_has_it(
         assert {why for _, why in tools.verify(plain, SECRET[::-1])} == {Rejection.FORGED}
 
 
-def test_what_is_not_there_is_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for where in (str(tmp_path / "none"), str(tmp_path), "nothing://x"):
-        assert main(["cache", "du", where]) in (1, 2)
-        assert capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-    assert main(["cache", "trim", str(tmp_path), "much"]) == 2
+def test_what_is_no_store_is_refused_and_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, file, none = (str(tmp_path / name) for name in ("folder", "text.txt", "none"))
+    (tmp_path / "folder" / "blocks").mkdir(parents=True)
+    (tmp_path / "text.txt").write_text("not a cache")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    for words, codes, said in (
+        (["du", none], (1, 2), "none"),
+        (["du", str(tmp_path)], (1, 2), ""),
+        (["du", "nothing://x"], (1, 2), "nothing"),
+        (["ls", file], (1,), "this is a file"),
+        (["clear", folder], (2,), "--yes"),  # nobody can be asked
+        (["trim", folder, "much"], (2,), "much"),
+    ):
+        assert main(["cache", *words]) in codes
+        error = capsys.readouterr().err
+        assert error
+        assert said in error
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 class OneFile(MemoryStore):
@@ -147,23 +150,6 @@ def test_a_server_that_does_not_answer_is_not_an_empty_one(
         assert "secret" not in said
 
 
-def test_a_file_is_not_a_folder_of_blocks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "text.txt").write_text("not a cache")
-    assert main(["cache", "ls", str(tmp_path / "text.txt")]) == 1
-    assert "this is a file" in capsys.readouterr().err
-
-
-def test_nothing_is_cleared_where_nobody_can_be_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "blocks").mkdir()
-    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    assert main(["cache", "clear", str(tmp_path)]) == 2
-    assert "--yes" in capsys.readouterr().err
-
-
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs SIGSTOP")
 def test_a_server_that_is_slow_is_not_empty(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -172,11 +158,14 @@ def test_a_server_that_is_slow_is_not_empty(
     with redis_server(tmp_path) as server:
         with SealedStore(RedisStore(server.url, **PATIENT), ENVELOPE) as store:
             store.put(blocks(5))
-        assert main(["cache", "du", server.url, "--json"]) == 0
-        capsys.readouterr()
+        assert main(["cache", "verify", server.url]) == 0
+        assert "5 blocks are intact" in capsys.readouterr().out
         freeze(server.process)
         later = threading.Timer(1.5, lambda: server.process.send_signal(signal.SIGCONT))
         later.start()
         assert main(["cache", "du", server.url, "--json"]) == 0
         later.join()
         assert json.loads(capsys.readouterr().out)["n_blocks"] == 5
+        assert main(["cache", "clear", "-y", server.url]) == 0
+        assert main(["cache", "du", server.url, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out.split("removed")[-1])["n_blocks"] == 0

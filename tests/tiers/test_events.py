@@ -24,8 +24,7 @@ from pykvcache.prefix.stores import FolderStore, MemoryStore
 from pykvcache.prefix.tiers import tier as tiers_module
 from pykvcache.prefix.tiers.tier import Notices
 from pykvcache.prefix.zmq_events import as_map
-from tiers.kit import clear_memory
-from tiers.test_tiers import SIZE, WAIT, words
+from tiers.test_tiers import SIZE, WAIT, clear_memory, words
 
 
 def below(events: Sequence[CacheEvent]) -> list[CacheEvent]:
@@ -143,31 +142,6 @@ def test_a_store_that_gives_no_answer_has_lost_nothing(make_context: Make) -> No
     store.is_out = True
     cache.sequence(words(1, 45)).close()
     assert len(names(list(cache.events), "EXTERNAL")) == 5
-    cache.close()
-
-
-def test_after_a_clear_what_is_used_is_said_again(make_context: Make) -> None:
-    cache = PrefixCache(make_context("llama"), block_size=SIZE, tiers=[MemoryStore()], **WAIT)
-    with cache.sequence(words(1, 45)) as sequence:
-        sequence.logits()
-    assert cache.flush(30)
-    cache.clear()
-    assert not names(list(cache.events), "EXTERNAL")
-    assert cache.sequence(words(1, 45)).reuse.remote == 44
-    assert len(names(list(cache.events), "EXTERNAL")) == 5
-    cache.close()
-
-
-def test_a_callback_may_call_the_cache(make_context: Make) -> None:
-    """From the thread that writes, too, while other threads hold the cache's lock."""
-    cache = PrefixCache(make_context("llama"), block_size=SIZE, tiers=[MemoryStore()], **WAIT)
-    seen: list[int] = []
-    cache.events.subscribe(lambda _: seen.append(cache.stats().requests))
-    for seed in range(8):
-        with cache.sequence(words(seed, 45)) as sequence:
-            sequence.logits()
-    assert cache.flush(30)
-    assert len(seen) >= 16
     cache.close()
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 
 from memory.kit import Case, Fresh, Make, apart
@@ -17,7 +15,7 @@ from pykvcache.errors import ClosedError
 from pykvcache.prefix import prefetch
 from pykvcache.prefix.stores import MemoryStore
 from tiers.slow import SlowStore
-from tiers.test_damage import Raising, write
+from tiers.test_damage import write
 from tiers.test_tiers import SERVED, SIZE, WAIT, words
 
 if TYPE_CHECKING:
@@ -73,40 +71,6 @@ def test_no_more_is_read_than_memory_has_room_for(make_context: Make) -> None:
     cache.close()
 
 
-def test_what_is_wrong_in_a_tier_is_a_counter(make_context: Make, fresh_logits: Fresh) -> None:
-    prompt, store = words(1, 45), MemoryStore()
-    ctx = make_context("llama")
-    write(ctx, store, prompt)
-    cache = PrefixCache(make_context("llama"), block_size=SIZE, tiers=[store], **WAIT)
-    with PrefixCache(ctx, block_size=SIZE, **WAIT) as other:
-        names = next(iter_names(other, prompt))
-    sealed = cache._core.link.tiers.tiers[0].sealed
-    (content,) = sealed.get([names[3]], [1 << 20])
-    bad = np.frombuffer(content, np.uint8).copy()
-    bad[: len(bad) // 4 * 4].view(np.float32)[5] = np.nan
-    store.discard([names[3]])
-    sealed.put([(names[3], bad)])
-    one = cache.prefetch(prompt)
-    assert one.wait(30)
-    assert one.n_tokens == 3 * SIZE
-    assert cache.flush(30)
-    assert cache.stats().tiers[0].refused == 1
-    assert store.contains([names[3]]) == 0, "it is removed, and written again"
-    with cache.sequence(prompt) as sequence:
-        assert apart(sequence.logits(), fresh_logits("llama", prompt)) < 1e-3
-    cache.close()
-    raising = Raising(OSError("no"))
-    cache = PrefixCache(make_context("llama"), block_size=SIZE, tiers=[raising], **WAIT)
-    assert cache.prefetch(prompt).wait(30)
-    cache.close()
-
-
-def iter_names(cache: PrefixCache, prompt: list[int]):  # type: ignore[no-untyped-def]
-    with cache.sequence(prompt) as sequence:
-        sequence.evaluate()
-    yield next(iter(cache.events)).block_hashes  # type: ignore[union-attr]
-
-
 def test_it_can_be_cancelled_and_the_cache_be_closed_and_dropped(make_context: Make) -> None:
     slow = SlowStore(MemoryStore(), latency=20.0)
     write(make_context("llama"), slow.store, words(1, 45))
@@ -146,19 +110,6 @@ def test_many_are_given_up_and_wrong_arguments_raise(
     slow.closing.set()
     assert all(one.wait(30) for one in several)
     assert "done" in repr(several[0])
-    cache.close()
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()")
-def test_a_forked_child_does_not_wait(make_context: Make) -> None:
-    slow = SlowStore(MemoryStore(), latency=20.0)
-    cache = PrefixCache(make_context("llama"), block_size=SIZE, tiers=[slow], **WAIT)
-    one = cache.prefetch(words(1, 45))
-    one._pid = -1  # as in a child
-    before = threading.active_count()
-    assert one.wait() is False
-    assert threading.active_count() == before
-    slow.closing.set()
     cache.close()
 
 

@@ -12,8 +12,8 @@ from pykvcache import LlamaContext, LlamaModel, PrefixCache
 from pykvcache.prefix.stores import BlockStore, FolderStore, RedisStore
 from stores.servers import PATIENT, redis_server
 from support.models import EXACT, make_model
-from tiers.processes import answer, spawn
 from tiers.test_tiers import words
+from tiers.worker import answer, spawn
 
 SECRET, OTHER = "a secret of sixteen bytes", "another one of 16 bytes"
 
@@ -31,10 +31,10 @@ def test_processes_share_with_their_namespace_and_secret_alone(
     with redis_server(tmp_path) as server:
         folder = tmp_path / "tier"
         tiers = f"{folder},{server.url}"
-        assert answer(spawn("once", path, tiers, 1, n, **ways[0]))["evaluated"] == n
-        others = [spawn("once", path, tiers, 1, n, **way) for way in ways[1:]]
+        assert answer(spawn(path, tiers, 1, n, **ways[0]))["evaluated"] == n
+        others = [spawn(path, tiers, 1, n, **way) for way in ways[1:]]
         # The same from the server, without the folder.
-        same = spawn("once", path, server.url, 1, n, **ways[0])
+        same = spawn(path, server.url, 1, n, **ways[0])
         assert [answer(one)["evaluated"] for one in others] == [n, n]
         assert answer(same)["remote"] == n - 1
         stores = FolderStore(folder), RedisStore(server.url, **PATIENT)

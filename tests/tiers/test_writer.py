@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -100,19 +101,6 @@ def test_a_path_is_touched_before_and_after_its_end_is_written() -> None:
         assert store.calls == [("touch", path), ("put", path), ("touch", path)]
 
 
-def test_uses_are_passed_on_together_before_the_next_write() -> None:
-    with opened() as (store, writer):
-        for path in ("ab", "acd", "ab", "ae"):
-            writer.offer(Chain(uses=[key(name) for name in path]))
-        time.sleep(0.05)
-        assert not store.calls
-        writer.offer(chain("x"))
-        assert writer.flush(30)
-        # The last path is the most recent, and of each path the beginning.
-        uses = ["x", "a", "e", "b", "c", "d"]
-        assert store.calls == [("touch", uses), ("put", ["x"]), ("touch", ["x"])]
-
-
 def test_paths_that_end_with_the_same_record_are_both_used() -> None:
     """As the windows of two prompts that share their first block: the window's key comes last."""
     with opened() as (store, writer):
@@ -137,87 +125,51 @@ def test_uses_are_passed_on_after_a_while_and_when_they_are_many(
         wait_until(lambda: store.calls[1:] == [("touch", ["e"])])
 
 
-def test_a_long_chain_is_touched_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "_STEP_BYTES", 150)
-    with opened() as (store, writer):
-        writer.offer(chain(*"abcdef"))
-        wait_until(lambda: not writer.n_items)
-        assert writer.flush(30)
-        assert [call for call, _ in store.calls] == ["touch", *["put"] * 6, "touch"]
-
-
-def test_chains_are_written_in_their_order_and_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "_STEP_BYTES", 250)
-    with opened() as (store, writer):
-        writer.offer(chain("a", "b", "c", "d", "e"))
-        writer.offer(chain("x"))
-        wait_until(lambda: not writer.n_items)
-        assert writer.flush(30)
-        puts = [names for call, names in store.calls if call == "put"]
-        assert puts == [["a", "b"], ["c", "d"], ["e"], ["x"]]
-        assert store.names() == ["a", "b", "c", "d", "e", "x"]
-
-
-def test_records_are_removed_after_what_waits_before_them() -> None:
-    with opened() as (store, writer):
-        store.gate.clear()
-        writer.offer(chain("a", "b"))
-        writer.offer(Chain(removes=[key("a")]))
-        writer.offer(chain("c"))
-        store.gate.set()
-        assert writer.flush(30)
-        assert store.names() == ["b", "c"]
-
-
 # What waits ---------------------------------------------------------------------------------
 
 
-def test_the_queue_is_bounded_and_the_ends_of_chains_are_dropped() -> None:
-    with opened(max_bytes=350) as (store, writer):
-        store.gate.clear()
-        writer.offer(chain("a"))
-        wait_until(lambda: store.calls[-1:] == [("put", ["a"])])
-        writer.offer(chain("b", "c", "d", "e", "f"))
-        writer.offer(chain("x"))
-        assert (writer.n_items, writer.n_bytes, writer.dropped) == (3, 300, 3)
-        store.gate.set()
-        assert writer.flush(30)
-        assert store.names() == ["a", "b", "c", "d"]
-        assert (writer.n_items, writer.n_bytes) == (0, 0)
-
-
-def test_a_namespace_can_be_taken_back_while_it_waits() -> None:
-    with opened() as (store, writer):
-        store.gate.clear()
-        writer.offer(chain("a"))
-        wait_until(lambda: store.calls[-1:] == [("put", ["a"])])
-        for namespace in ("one", "two"):
-            writer.offer(chain(namespace, namespace="tenant " + namespace))
-        writer.cancel("tenant one")
-        assert writer.n_items == 1
-        store.gate.set()
-        assert writer.flush(30)
-        assert store.names() == ["a", "two"]
-
-
-def test_a_flush_says_whether_it_was_in_time() -> None:
-    with opened() as (store, writer):
-        assert writer.flush(0)
-        store.gate.clear()
-        writer.offer(chain("a"))
-        assert not writer.flush(0.05)
-        store.gate.set()
-        assert writer.flush()
-
-
-def test_close_writes_what_waits_and_takes_no_more() -> None:
-    with opened() as (store, writer):
-        writer.offer(chain("a", "b"))
-        assert writer.close(30)
-        assert store.names() == ["a", "b"]
-        writer.offer(chain("c"))
-        assert writer.close(30)
-        assert (store.names(), writer.dropped) == (["a", "b"], 1)
+def test_random_calls_are_written_in_their_order_within_the_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ends of chains are dropped, removals wait for their turn, a namespace is taken back."""
+    for seed in range(20):
+        rng = random.Random(seed)
+        room = rng.randrange(1, 9)
+        monkeypatch.setattr(writing, "_STEP_BYTES", rng.choice([150, 250, 1 << 20]))
+        with opened(max_bytes=100 * room + 50) as (store, writer):
+            store.gate.clear()
+            writer.offer(chain("first"))
+            wait_until(lambda: store.calls[-1:] == [("put", ["first"])])
+            assert not writer.flush(0)
+            waiting: list[tuple[str, str]] = []  # names and namespaces; a removal has none
+            n_dropped = 0
+            for at in range(12):
+                what = rng.random()
+                n_free = room - sum(bool(space) for _, space in waiting)
+                if what < 0.7:
+                    names, space = [f"{at}.{i}" for i in range(rng.randrange(1, 5))], "ab"[at % 2]
+                    writer.offer(chain(*names, namespace=space))
+                    waiting += [(name, space) for name in names[:n_free]]
+                    n_dropped += max(0, len(names) - n_free)
+                elif what < 0.9:
+                    gone = rng.choice([name for name, _ in waiting] or ["first"])
+                    writer.offer(Chain(removes=[key(gone)]))
+                    waiting.append((gone, ""))
+                else:
+                    writer.cancel("a")
+                    waiting = [one for one in waiting if one[1] != "a"]
+            written = [name for name, space in waiting if space]
+            facts = (writer.n_items, writer.n_bytes, writer.dropped)
+            assert facts == (len(written), 100 * len(written), n_dropped)
+            store.gate.set()
+            assert writer.flush(30)
+            assert (writer.n_items, writer.n_bytes) == (0, 0)
+            puts = [name for call, names in store.calls if call == "put" for name in names]
+            assert puts == ["first", *written]
+            kept = {"first"}
+            for name, space in waiting:
+                (kept.add if space else kept.discard)(name)
+            assert store.names() == sorted(kept)
 
 
 def test_close_gives_up_after_its_time_and_drops_the_rest() -> None:
@@ -303,10 +255,3 @@ def test_a_flush_or_a_full_queue_ends_the_pauses(why: str) -> None:
             writer.offer(chain("x", size=1000))
         wait_until(lambda: not writer.n_items)
         assert len(store.times) <= 6, "still in single steps"
-
-
-def test_a_quarter_of_the_queue_at_most_waits_without_hurry() -> None:
-    with opened(max_bytes=1000) as (_, writer):
-        assert writer.urgent_bytes == 250
-    with opened(max_bytes=1000, urgent_bytes=100) as (_, writer):
-        assert writer.urgent_bytes == 100

@@ -1,62 +1,55 @@
-"""What the processes of the tests run: ``python -m tiers.worker TASK MODEL TIERS SEED N MORE``.
+"""One long prompt in a process of its own: ``python -m tiers.worker MODEL TIERS SEED N MORE``.
 
-TIERS are separated by commas, MORE is JSON for the cache. Each line that is printed is JSON.
+TIERS are separated by commas, MORE is JSON for the cache; JSON is printed.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
+import os
+import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 from memory.kit import words
 from pykvcache import LlamaContext, LlamaModel, PrefixCache
 from pykvcache.prefix.stores import open_store
 from support.models import EXACT
-from tiers.kit import clear_memory
+
+TESTS = Path(__file__).parents[1]
 
 
-def opened(where: str) -> object:
-    """Return a tier; a server may be as slow as a busy machine makes it."""
-    patience = {"timeout": 30, "connect_timeout": 30} if where.startswith("redis") else {}
-    return open_store(where, **patience)
+def spawn(model: Path, tiers: str, seed: int, n: int, **options: str) -> subprocess.Popen[bytes]:
+    """Start one; the options are some of `PrefixCache`."""
+    command = [sys.executable, "-m", "tiers.worker", str(model), tiers, str(seed), str(n)]
+    command.append(json.dumps(options))
+    env = os.environ | {"PYTHONPATH": str(TESTS), "GGML_NO_BACKTRACE": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, env=env)
 
 
-def say(**facts: object) -> None:
-    print(json.dumps(facts), flush=True)
+def answer(process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """Wait for its end; return what it said."""
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    found: dict[str, Any] = json.loads(out)
+    return found
 
 
-def once(cache: PrefixCache, seed: int, n: int) -> None:
-    """One long prompt; the cache is not closed: the end of the script has to do."""
-    ctx = cache.context
-    before = ctx.tokens_evaluated
-    sequence = cache.sequence(words(seed, n))
-    report = sequence.reuse
-    row = sequence.logits()
-    say(
-        evaluated=ctx.tokens_evaluated - before,
-        disk=report.disk,
-        remote=report.remote,
-        row=[float(one) for one in row[:8]],
-    )
-
-
-def forever(cache: PrefixCache, seed: int, n: int) -> None:
-    """Prompt after prompt, of which many begin alike, until the test ends it."""
-    for i in itertools.count():
-        prompt = words(i % 3, n) + words(1000 * seed + i, 9)
-        with cache.sequence(prompt) as sequence:
-            row, disk = sequence.logits(), sequence.reuse.disk
-        clear_memory(cache)
-        say(seed=i % 3, disk=disk, prompt=prompt, row=[float(one) for one in row[:8]])
+def main(model: str, tiers: str, seed: str, n: str, options: str) -> None:
+    """Evaluate the prompt; the cache is not closed: the end of the script has to do."""
+    context = LlamaContext(LlamaModel(model), n_ctx=2048, n_threads=1, **EXACT)
+    # A server may be as slow as a busy machine makes it.
+    patience = {"timeout": 30, "connect_timeout": 30}
+    stores = [
+        open_store(one, **(patience if one.startswith("redis") else {})) for one in tiers.split(",")
+    ]
+    cache = PrefixCache(context, block_size=8, tier_seconds=20, tiers=stores, **json.loads(options))
+    sequence = cache.sequence(words(int(seed), int(n)))
+    report, row = sequence.reuse, sequence.logits()
+    facts = {"evaluated": context.tokens_evaluated, "disk": report.disk, "remote": report.remote}
+    print(json.dumps(facts | {"row": row[:8].tolist()}), flush=True)
 
 
 if __name__ == "__main__":
-    task, path, tiers, seed, n, options = sys.argv[1:]
-    model = LlamaModel(path)
-    context = LlamaContext(model, n_ctx=2048, n_threads=1, **EXACT)
-    tasks = {"once": once, "forever": forever}
-    run = tasks[task]
-    where = [opened(one) for one in tiers.split(",")]
-    more = json.loads(options)
-    run(PrefixCache(context, block_size=8, tier_seconds=20, tiers=where, **more), int(seed), int(n))
+    main(*sys.argv[1:])

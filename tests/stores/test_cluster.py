@@ -15,7 +15,6 @@ from pykvcache.prefix.stores.conformance import StoreConformance, chain
 from stores.servers import (
     PATIENT,
     Cluster,
-    free_port,
     freeze,
     kill,
     redis_cluster,
@@ -101,24 +100,6 @@ def test_a_server_that_refuses_raises_at_once(running: Cluster, tmp_path: Path) 
         with pytest.raises(StoreError, match=reason) as caught:
             RedisClusterStore(url)
         assert "hidden" not in str(caught.value)
-
-
-def test_a_cluster_that_is_down_is_used_once_it_runs(tmp_path: Path) -> None:
-    port = free_port()
-    with RedisClusterStore(f"redis+cluster://127.0.0.1:{port}", **PATIENT) as store:
-        assert store.put(BLOCKS) == store.contains(KEYS) == len(list(store.entries())) == 0
-        assert store.counters.failed >= 1
-        options = ("--cluster-enabled", "yes", "--cluster-port", str(free_port()))
-        with redis_server(tmp_path, *options, port=port) as server:
-            import redis
-
-            with redis.Redis(port=port) as client:
-                client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
-                began = time.monotonic()
-                while store.put(BLOCKS) + n_read(store) < len(BLOCKS):
-                    assert time.monotonic() < began + 60
-                    time.sleep(0.1)
-            assert server.process.poll() is None
 
 
 def test_a_slot_that_moves_is_read_and_written_all_the_time(running: Cluster) -> None:

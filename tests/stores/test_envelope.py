@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +13,7 @@ from pykvcache.prefix.stores import Envelope, MemoryStore, Rejection, SealedStor
 from pykvcache.prefix.stores.conformance import chain
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    pass
 
 SECRET = "a secret of more than 16 bytes"
 ((KEY, CONTENT), (OTHER, _), *_) = chain(3, "envelope")
@@ -191,22 +191,6 @@ def test_a_rejected_block_ends_the_run_and_can_be_written_again(
     assert len(store.get([k for k, _ in blocks], sizes)) == 5
 
 
-@pytest.mark.parametrize("more", [0, 64])
-def test_memory_that_held_the_block_does_not_complete_one_that_was_cut(
-    more: int,
-) -> None:
-    """New memory is often what the last reading of the same block gave back."""
-    right = bytes(sealed_by(make(), KEY, CONTENT))
-    envelope = make()
-    envelope.memory = lambda size: memoryview(bytearray(right.ljust(size)))
-    inner = MemoryStore()
-    store = SealedStore(inner, envelope)
-    for cut in range(len(right)):
-        inner.put([(KEY, right[:cut])])
-        assert not store.get([KEY], [len(CONTENT) + more], exact=not more), cut
-        assert not inner.present([KEY])[0]
-
-
 def test_a_block_that_is_too_long_for_its_kind_is_removed() -> None:
     inner = MemoryStore()
     store = SealedStore(inner, make())
@@ -214,20 +198,3 @@ def test_a_block_that_is_too_long_for_its_kind_is_removed() -> None:
     assert not store.get([KEY], [len(CONTENT)], exact=True)
     assert store.rejections == {Rejection.TRUNCATED: 1}
     assert not inner.present([KEY])[0]
-
-
-def test_a_miss_is_none_that_another_thread_made_too_long() -> None:
-    """Their counters are those of the store; another process may write the block right then."""
-
-    class Shared(MemoryStore):
-        def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
-            n = super().get_into(keys, buffers)
-            self.counters.add(too_large=1)  # of another thread
-            return n
-
-        def discard(self, keys: Sequence[bytes]) -> int:
-            raise AssertionError("a block that was not read is removed")
-
-    store = SealedStore(Shared(), make())
-    assert not store.get([KEY], [len(CONTENT)], exact=True)
-    assert not store.rejections

@@ -17,10 +17,9 @@ import numpy as np
 import pytest
 
 from pykvcache.errors import StoreError
-from pykvcache.prefix.stores import FolderStore, folder
+from pykvcache.prefix.stores import FolderStore
 from pykvcache.prefix.stores.conformance import chain
 from stores.test_folder_processes import TESTS, blocks_of, disk_bytes, rows
-from support.examples import some
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="links, pipes, limits of POSIX")
 
@@ -71,14 +70,6 @@ def test_a_path_that_does_not_fit_keeps_its_beginning(tmp_path: Path) -> None:
         assert store.counters.removed == 0, "it made room in vain"
 
 
-def test_trim_leaves_blocks_that_fit(tmp_path: Path) -> None:
-    with FolderStore(tmp_path) as store:
-        store.put(BLOCKS)
-        assert store.trim(disk_bytes(tmp_path) + 4096) == []
-        assert store.contains(KEYS) == len(BLOCKS)
-        assert store.trim(8192)
-
-
 def test_a_later_call_is_more_recent_whatever_the_clock_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,25 +110,16 @@ def overwrite(begin: int, data: bytes) -> Callable[[Path], None]:
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "missing": lambda root: (root / "index.sqlite").unlink(),
-    "empty": lambda root: os.truncate(root / "index.sqlite", 0),
-    "cut": lambda root: os.truncate(root / "index.sqlite", 5000),
-    "no database": overwrite(0, b"something else entirely"),
     "damaged pages": overwrite(4096, b"\xa5" * 20000),
     "another version": execute("PRAGMA user_version = 99"),
     "a version with a log": execute("PRAGMA journal_mode = WAL", "PRAGMA user_version = 1"),
     "no table": execute("DROP TABLE blocks"),
-    "no total": execute("DELETE FROM total"),
-    "rows are missing": execute("DELETE FROM blocks WHERE hex(key) < '8'"),
     "a wrong total": execute("UPDATE total SET bytes = bytes - 5000"),
-    "a time that is text": execute("UPDATE blocks SET used = 'yesterday'"),
-    "a size that is text": execute("UPDATE blocks SET size = 'large'"),
     "a trigger": execute("CREATE TRIGGER t AFTER INSERT ON blocks BEGIN SELECT a FROM b; END"),
 }
 
 
-@pytest.mark.parametrize(
-    "name", some(DAMAGES, "missing", "damaged pages", "no table", "a wrong total", "a trigger")
-)
+@pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_index_is_made_again_from_the_files(tmp_path: Path, name: str) -> None:
     with FolderStore(tmp_path, BOUND) as store:
         store.put(BLOCKS)
@@ -161,22 +143,6 @@ def test_a_lost_index_keeps_the_order_of_uses(tmp_path: Path) -> None:
     DAMAGES["missing"](tmp_path)
     with FolderStore(tmp_path) as store:
         assert store.trim(0) == [*KEYS[:8:-1], *KEYS[8::-1]]
-
-
-def test_an_index_that_goes_while_stores_are_open(tmp_path: Path) -> None:
-    with FolderStore(tmp_path) as one:
-        one.put(BLOCKS[:4])
-        DAMAGES["missing"](tmp_path)
-        with FolderStore(tmp_path) as other:
-            other.put(BLOCKS[4:8])
-            one.put(BLOCKS[8:])
-            assert rows(tmp_path) == 12
-            DAMAGES["damaged pages"](tmp_path)
-            for i in range(3):
-                one.put(chain(2, i))
-                other.put(chain(2, i + 10))
-            assert one.contains(KEYS) == 12
-            assert rows(tmp_path) == len(blocks_of(tmp_path)) >= 22
 
 
 @pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open"])
@@ -245,22 +211,6 @@ def test_files_that_come_and_go_are_found(tmp_path: Path) -> None:
     assert (one / "blocks" / "README").exists()
 
 
-@pytest.mark.parametrize("ns", [10**19, -(10**19), 2**62])
-def test_a_file_may_be_of_any_time_and_size(tmp_path: Path, ns: int) -> None:
-    with FolderStore(tmp_path, BOUND) as store:
-        store.put(BLOCKS)
-    try:
-        os.utime(path_of(tmp_path, KEYS[0]), ns=(ns, ns))
-        os.truncate(path_of(tmp_path, KEYS[1]), 1 << 43)  # a sparse file
-    except (OSError, OverflowError) as error:
-        pytest.skip(f"this file system has no such file: {error}")
-    DAMAGES["missing"](tmp_path)
-    with FolderStore(tmp_path, BOUND) as store:
-        assert store.put(chain(3, "new")) == 3
-        assert store.counters.failed == 0, store.counters.last_error
-        assert not path_of(tmp_path, KEYS[1]).exists(), "it is over the bound"
-
-
 def test_pipes_links_and_folders_are_misses_and_do_not_hang(tmp_path: Path) -> None:
     with FolderStore(tmp_path) as store:
         store.put(BLOCKS)
@@ -275,43 +225,6 @@ def test_pipes_links_and_folders_are_misses_and_do_not_hang(tmp_path: Path) -> N
         assert store.get_into(KEYS[3:4], buffers()[3:4]) == 1, "its envelope is checked later"
         store.put(BLOCKS)
         store.trim(0)
-
-
-@pytest.mark.parametrize("i", [3, 5])
-def test_an_obstacle_in_the_place_of_one_block_keeps_no_other_out(tmp_path: Path, i: int) -> None:
-    """A folder in the place of block 3; a file in the place of the folder of block 5."""
-    with FolderStore(tmp_path) as store:
-        path = path_of(tmp_path, KEYS[i])
-        if i == 3:
-            path.mkdir(parents=True)
-        else:
-            path.parent.write_bytes(b"")
-        others = [key for key in KEYS if path_of(tmp_path, key).parent != path.parent]
-        for _ in range(2):
-            assert store.put(BLOCKS) >= len(others) >= 10
-            assert all(store.present(others))
-            assert not store.contains(KEYS[i : i + 1])
-            assert store.counters.failed > 0
-            assert len(list(store.entries())) == sum(store.present(KEYS))
-            assert store.discard(KEYS) >= len(others)
-            assert not any(store.present(KEYS))
-
-
-def test_files_that_come_from_the_disk_are_read_ahead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda *args: asked.append(args[3]), raising=False)
-    with FolderStore(tmp_path) as store:
-        store.put(BLOCKS)
-        monkeypatch.setattr(folder, "_COLD", (60.0, 1e9))
-        for _ in range(2):
-            assert store.get_into(KEYS, buffers()) == 12
-        assert asked == [], "the files are in memory"
-        monkeypatch.setattr(folder, "_COLD", (0.0, 1e15))
-        for _ in range(2):
-            assert store.get_into([*KEYS, bytes(32)], [*buffers(), bytearray(9)]) == 12
-        assert asked == 12 * [os.POSIX_FADV_WILLNEED]
 
 
 # A disk that is full, a folder that cannot be written ------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -106,22 +105,6 @@ def test_kill_9_loses_only_the_block_that_was_being_written(
     assert n_checked > 0
 
 
-def test_the_bound_always_holds_over_all_processes(tmp_path: Path) -> None:
-    with contextlib.ExitStack() as stack:
-        writers = [stack.enter_context(running("write", tmp_path, i)) for i in range(3)]
-        for writer in writers:
-            line(writer)
-        largest = 0
-        for _ in range(15):
-            line(writers[0])
-            for writer in writers:
-                freeze(writer)
-            largest = max(largest, disk_bytes(tmp_path))
-            for writer in writers:
-                writer.send_signal(signal.SIGCONT)
-        assert MAX_BYTES // 4 < largest <= MAX_BYTES
-
-
 def test_processes_that_use_and_trim_one_folder_keep_paths_whole(tmp_path: Path) -> None:
     """Two processes use paths of a tree while a third one trims."""
     with contextlib.ExitStack() as stack:
@@ -159,19 +142,6 @@ def test_a_frozen_process_costs_no_read_and_little_else(
             assert time.monotonic() - began < 10
             assert store.counters.timed_out > 0
         assert store.put([block("new")]) == 1
-
-
-def test_a_block_is_written_by_one_process_until_its_file_is_stale(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    item = block("two writers")
-    with FolderStore(tmp_path) as store:
-        (tmp_path / "tmp" / item[0].hex()).write_bytes(b"half of")
-        assert store.put([item]) == 0
-        assert store.counters.known == 1
-        monkeypatch.setattr(folder, "_STALE_SECONDS", 0.0)
-        assert store.put([item]) == 1
-        assert not list((tmp_path / "tmp").iterdir())
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")

@@ -18,11 +18,7 @@ import pytest
 from pykvcache.errors import StoreError
 from pykvcache.prefix.stores import (
     BlockStore,
-    Envelope,
-    MemoryStore,
     ObjectStore,
-    Rejection,
-    SealedStore,
     open_store,
 )
 from pykvcache.prefix.stores.conformance import StoreConformance, chain
@@ -151,9 +147,8 @@ def answering(status: int, code: str) -> Iterator[str]:
             server.shutdown()
 
 
-@pytest.mark.parametrize("code", ["AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"])
-def test_credentials_that_may_not_read_raise_at_once(code: str) -> None:
-    with answering(403, code) as url, pytest.raises(StoreError, match=code):
+def test_credentials_that_may_not_read_raise_at_once() -> None:
+    with answering(403, "AccessDenied") as url, pytest.raises(StoreError, match="AccessDenied"):
         s3(url, "bucket")
 
 
@@ -209,36 +204,6 @@ def test_a_slow_server_ends_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(obstore, "head", slow)
         assert store.contains(keys) in range(8, 40)
         assert store.counters.timed_out == 1
-
-
-def test_a_bit_that_flips_and_a_cut_in_a_folder(tmp_path: Path) -> None:
-    with SealedStore(ObjectStore(f"file://{tmp_path}"), Envelope(model="m", layout="l")) as store:
-        store.put(BLOCKS)
-        paths = {path.name: path for path in tmp_path.rglob("*") if path.is_file()}
-        for key in KEYS[3:5]:
-            damaged = bytearray(paths[key.hex()].read_bytes())
-            damaged[500] ^= 4
-            paths[key.hex()].write_bytes(damaged if key == KEYS[3] else damaged[:300])
-        sizes = [len(data) for _, data in BLOCKS]
-        assert len(store.get(KEYS, sizes)) == 3
-        assert store.put(BLOCKS) == 1
-        assert len(store.get(KEYS, sizes)) == 4
-        assert store.put(BLOCKS) == 1
-        assert len(store.get(KEYS, sizes)) == 12
-        assert store.rejections == {Rejection.DAMAGED: 2}
-
-
-def test_a_store_of_a_users_own_has_addresses() -> None:
-    class Mine(MemoryStore):
-        schemes = frozenset({"mine"})
-
-        def __init__(self, url: str, max_bytes: int = 1 << 20) -> None:
-            super().__init__(max_bytes)
-            self.url = url
-
-    with open_store("mine://somewhere", max_bytes=5) as store:
-        assert isinstance(store, Mine)
-        assert store.url == "mine://somewhere"
 
 
 def test_addresses_name_stores(tmp_path: Path) -> None:

@@ -155,17 +155,6 @@ def test_a_unix_socket_and_the_name_valkey(tmp_path: Path) -> None:
 # While it is used -----------------------------------------------------------------------
 
 
-def test_a_request_moves_about_two_mebibytes(server: Server, admin: Any) -> None:
-    blocks = chain(64, "grouped", 128 << 10)
-    with RedisStore(server.url, **PATIENT) as store:
-        before = admin.info("stats")
-        assert store.put(blocks) == 64
-        assert store.get_into([key for key, _ in blocks], buffers(blocks)) == 64
-        after = admin.info("stats")
-        assert after["total_commands_processed"] - before["total_commands_processed"] < 140
-        assert after["total_connections_received"] == before["total_connections_received"]
-
-
 def test_the_least_recently_touched_second_goes_first(server: Server, admin: Any) -> None:
     with RedisStore(server.url, **PATIENT) as store:
         store.put(BLOCKS)
@@ -228,30 +217,6 @@ def test_a_user_who_only_reads(server: Server, admin: Any) -> None:
         assert store.put(chain(2, "denied")) == store.discard(KEYS) == 0
         assert store.counters.denied >= 1
         assert store.get_into(KEYS, buffers()) == 12, "reads go on"
-
-
-def test_a_replica_is_read_and_takes_no_blocks(server: Server, admin: Any) -> None:
-    with RedisStore(server.url, **PATIENT) as store:
-        assert store.put(BLOCKS) == 12
-        admin.execute_command("REPLICAOF", "127.0.0.1", "1")  # of no server: it keeps its blocks
-        try:
-            assert store.put(chain(2, "replica")) == 0
-            assert store.counters.denied == 1
-            assert store.get_into(KEYS, buffers()) == 12
-        finally:
-            admin.execute_command("REPLICAOF", "NO", "ONE")
-
-
-def test_a_value_of_another_type_and_a_foreign_key_are_misses(server: Server, admin: Any) -> None:
-    admin.rpush(b"pykvcache:" + KEYS[1], "a list")
-    admin.set(b"pykvcache:short", "x")
-    with RedisStore(server.url, **PATIENT) as store:
-        store.put(BLOCKS[:1])
-        assert store.get_into(KEYS[1:2], buffers()[1:2]) == 0
-        assert store.counters.failed == 1
-        assert store.get_into(KEYS[:1], buffers()[:1]) == 1, "the server answers"
-        assert store.discard(KEYS[1:2]) == 1
-        assert [entry.key for entry in store.entries()] == KEYS[:1]
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs SIGSTOP")

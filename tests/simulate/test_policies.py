@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -86,49 +87,6 @@ def test_what_is_kept(policy: str, budget: int, text: str, expected: str) -> Non
     assert kept(prompts(policy, budget, text)) == expected
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", range(4))
-def test_what_stays_is_a_tree_within_its_budget(policy: str, seed: int) -> None:
-    """Random prompts over three letters: no block stays whose beginning has left."""
-    dice = random.Random(seed)
-    tree = PrefixTree(MemoryShape(1), policy, max_bytes=(budget := dice.randint(3, 20)))
-    words: list[str] = []
-    for _ in range(120):
-        base = dice.choice(words) if words and dice.random() < 0.6 else ""
-        words.append(base[: dice.randint(0, 9)] + "".join(dice.choices("abc", k=3)))
-        tokens = token_bytes([ord(letter) for letter in words[-1]])
-        found = tree.match(tokens).n
-        assert ask(tree, tokens) == found
-        assert tree.n_bytes == sum(node.n_tokens for node in tree.nodes()) <= budget
-        assert all(node.parent is not None for node in tree.nodes())
-        if not tree.policy.declines:
-            assert tree.match(tokens).n == min(len(words[-1]), budget)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_of_equals_the_lower_priority_leaves_first(policy: str) -> None:
-    tree = PrefixTree(MemoryShape(1), policy, max_bytes=3)
-    for letter, priority in (("a", 1), ("b", 0), ("c", 1), ("d", 1)):
-        tokens = token_bytes([ord(letter)])
-        match = tree.match(tokens)
-        plan = tree.plan(match, Offer(1, priority=priority))
-        assert plan is not None
-        tree.insert(tokens, plan, match)
-    assert kept(tree) == "acd"
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_prompts_that_share_a_beginning_store_it_once(policy: str) -> None:
-    assert kept(prompts(policy, 100, "abcx abcy abcz abc ab")) == "abcxyz"
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_two_caches_of_one_name_share_nothing(policy: str) -> None:
-    first, second = make_policy(policy), make_policy(policy)
-    assert first is not second
-    assert make_policy(first) is first
-
-
 def test_the_default_is_one_of_them() -> None:
     assert DEFAULT in POLICIES
     with pytest.raises(ValueError, match="no policy 'best': known are lru, "):
@@ -163,31 +121,6 @@ def hit_share(policy: str, trace: list[list[int]], budget: int) -> float:
 
 def documents(n: int, length: int) -> list[list[int]]:
     return [[1000 * i + j for j in range(length)] for i in range(n)]
-
-
-def test_hit_density_keeps_a_part_of_what_comes_round_in_turn() -> None:
-    """Where LRU evicts each document just before it comes again; half of them fit."""
-    trace = documents(20, 10) * 30
-    assert hit_share("lru", trace, 100) == 0
-    assert hit_share("hit-density", trace, 100) > 0.3
-
-
-def test_hit_density_keeps_what_was_used_lately_where_that_comes_back() -> None:
-    """Sessions one after the other, each of ten prompts: what is over never comes back."""
-    trace = [x[: 5 + n] for x in documents(100, 20) for n in range(10)]
-    assert hit_share("hit-density", trace, 40) > hit_share("lru", trace, 40) - 0.01 > 0.6
-
-
-def test_hit_density_keeps_popular_beginnings_among_what_comes_once() -> None:
-    popular = documents(10, 10)
-    trace = [
-        popular[i // 4 % 10] + [10**6 + i]
-        if i % 4 == 0
-        else [10**7 + 100 * i + j for j in range(10)]
-        for i in range(2000)
-    ]
-    assert hit_share("lru", trace, 150) < 0.01
-    assert hit_share("hit-density", trace, 150) > 0.1
 
 
 def test_hit_density_gives_equal_results_for_equal_calls() -> None:
@@ -243,46 +176,31 @@ def test_hit_density_computes_nothing_before_something_has_to_leave() -> None:
 # A policy of a user's own -------------------------------------------------------------------
 
 
-class MostRecentFirst(LRU):
-    def priority(self, one: Component) -> int:
-        return -one.last_use
-
-
-def test_a_policy_is_one_class() -> None:
-    assert kept(prompts(MostRecentFirst(), 3, "p q r s")) in ("pqr", "pqs")
-
-
 class Wrong(LRU):
     """A policy whose choice or whose note-taking goes wrong once."""
 
     def __init__(self, where: str, what: object) -> None:
         super().__init__()
-        self.where, self.what, self.n = where, what, 0
+        self.where, self.what = where, what
 
-    def _go_wrong(self, where: str) -> None:
-        if where == self.where and self.n == 0:
-            self.n += 1
-            if isinstance(self.what, BaseException):
-                raise self.what
-
-    def added(self, one: Component) -> None:
-        self._go_wrong("added")
-        super().added(one)
+    def _wrong(self, where: str) -> Any:
+        if where != self.where:
+            return None
+        self.where = ""
+        if isinstance(self.what, BaseException):
+            raise self.what
+        return self.what(self) if callable(self.what) else self.what
 
     def used(self, one: Component) -> None:
-        self._go_wrong("used")
+        self._wrong("used")
         super().used(one)
 
     def removing(self, one: Component, n_tokens: int) -> None:
-        self._go_wrong("removing")
+        self._wrong("removing")
         super().removing(one, n_tokens)
 
     def victim(self) -> Component | None:
-        first = self.n == 0
-        self._go_wrong("victim")
-        if self.where == "victim" and first:
-            return self.what(self) if callable(self.what) else self.what  # type: ignore[return-value]
-        return super().victim()
+        return self._wrong("victim") or super().victim()
 
 
 def inner(policy: LRU) -> Component:
@@ -305,15 +223,13 @@ def foreign(policy: LRU) -> Component:
     ("where", "what", "error"),
     [
         ("victim", "a text", TypeError),
-        ("victim", 7, TypeError),
         ("victim", inner, ValueError),
         ("victim", foreign, ValueError),
         ("victim", ZeroDivisionError("mine"), ZeroDivisionError),
-        ("added", ZeroDivisionError("mine"), ZeroDivisionError),
         ("used", ZeroDivisionError("mine"), ZeroDivisionError),
         ("removing", ZeroDivisionError("mine"), ZeroDivisionError),
     ],
-    ids=["text", "number", "inner", "foreign", "victim", "added", "used", "removing"],
+    ids=["text", "inner", "foreign", "victim", "used", "removing"],
 )
 def test_a_policy_that_goes_wrong_is_one_error_and_the_cache_goes_on(
     where: str, what: object, error: type[Exception], make_context: Make

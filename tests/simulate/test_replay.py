@@ -62,7 +62,7 @@ def test_without_a_limit_each_block_is_evaluated_once(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("size", [1, 4, 12, 30])
+@pytest.mark.parametrize("size", [4, 12])
 def test_no_policy_beats_the_bound(policy: str, size: int) -> None:
     for seed in range(5):
         trace = random_trace(seed)

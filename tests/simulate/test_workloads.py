@@ -45,19 +45,9 @@ def test_an_unknown_workload_raises() -> None:
     ],
 )
 def test_the_default_is_close_to_the_best_simple_policy(name: str, share: float) -> None:
-    """Each of these is served badly by some policy: no simple one passes them all."""
+    """Each of these is served badly by some policy."""
     report = compare(workload(name, 2000), [*SIMPLE, DEFAULT], [share])
     assert report.margins()[0] > -1, margin_table([report])
-
-
-def test_no_simple_policy_is_close_everywhere() -> None:
-    """What the test above says of the default fails for each of the others."""
-    reports = [
-        compare(workload(name, 1000), SIMPLE, [share])
-        for name, share in [("turns_in_order", 0.1), ("twice", 0.5), ("scan", 0.05), ("news", 0.01)]
-    ]
-    for policy in SIMPLE:
-        assert min(report.margins(policy)[0] for report in reports) < -1, policy
 
 
 @pytest.mark.slow

@@ -80,15 +80,6 @@ def test_an_invalid_ttl_is_refused(address: str, ttl: Any) -> None:
     assert "ttl" in answer.json()["error"]["message"]
 
 
-def test_pinned_prefixes_outlast_a_flood(serve: Callable[..., str]) -> None:
-    address = serve(llm={"ram_bytes": 2 << 20})
-    ask(address, [part(STORY, **BREAK), part("Who?")])
-    for i in range(12):
-        ask(address, [part(f"{i} " + STORY * 3)])
-    kept = ask(address, [part(STORY), part("And who else is there?")])
-    assert kept["cached_tokens"] > 64
-
-
 def test_reasoning_is_not_cached(thinker: str) -> None:
     address = thinker
     prompt = "<|im_start|>user\n" + STORY + "<|im_end|>\n<|im_start|>assistant\n"

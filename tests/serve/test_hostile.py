@@ -46,28 +46,22 @@ def nested(depth: int, leaf: Any = 1) -> Any:
 
 
 BODIES = [
-    pytest.param(DEEP, id="deep array"),
     pytest.param(b'{"messages":' + DEEP + b"}", id="deep messages"),
     pytest.param(b'{"messages":[{"role":"user","content":"\xff"}]}', id="no UTF-8"),
     pytest.param(b'{"messages":[{"role":"user","content":"\\ud800"}]}', id="half a surrogate"),
-    pytest.param({"messages": MESSAGES, "tools": [nested(400)]}, id="deep tool"),
     pytest.param({"messages": MESSAGES, "json_schema": nested(400)}, id="deep schema"),
     pytest.param({"messages": [{"role": "user", "content": nested(400)}]}, id="deep content"),
     pytest.param({"messages": MESSAGES, "chat_template_kwargs": {"a": nested(400)}}, id="deep"),
     pytest.param({"messages": MESSAGES, "chat_template_kwargs": {"template": "x"}}, id="template"),
-    pytest.param({"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}, id="messages"),
     pytest.param({"messages": MESSAGES, "stop": ["x"] * 1000}, id="many stops"),
     pytest.param({"messages": MESSAGES, "stop": "a\0b", "n": 10**9}, id="many samples"),
     pytest.param({"messages": MESSAGES, "top_logprobs": 10**6}, id="many log-probabilities"),
-    pytest.param({"messages": MESSAGES, "seed": 2**200}, id="large seed"),
     pytest.param({"messages": MESSAGES, "temperature": 1e308}, id="hot"),
-    pytest.param({"messages": MESSAGES, "grammar": "root ::= root"}, id="endless grammar"),
     pytest.param({"messages": MESSAGES, "grammar": 'root ::= "a"{1,99999999}'}, id="repeats"),
     pytest.param(
         {"messages": MESSAGES, "grammar": 'root ::= (("a"?){0,90}){0,90}'}, id="empty repeats"
     ),
     pytest.param({"messages": MESSAGES, "tools": [TOOL] * 2}, id="two tools of one name"),
-    pytest.param({"messages": MESSAGES, "tools": "x" * 1000}, id="tools are text"),
     pytest.param({"messages": [{"role": "user", "content": "a " * 10**6}]}, id="long prompt"),
     pytest.param({"messages": [{"role": "x\n", "tool_calls": [{"function": 3}]}]}, id="bad call"),
 ]
@@ -93,19 +87,9 @@ def test_deeply_nested_requests_of_the_other_apis_are_refused(address: str, path
     assert is_well(address)
 
 
-@pytest.mark.parametrize(
-    "grammar",
-    [
-        'root ::= ("a" | "a" | [ab])* "c"',
-        "root ::= x x x x x x x x\nx ::= [a-z ]? y\ny ::= [a-z ]* | [a-z]* | x2\nx2 ::= [ -~]*",
-        "root ::= " + "(" * 100 + "[a-z ]*" + ")*" * 100,
-    ],
-)
-def test_an_ambiguous_grammar_does_not_stop_the_server(
-    serve: Callable[..., str], grammar: str
-) -> None:
-    address = serve(models={"timeout": 5.0})
-    done = threading.Event()
+def test_an_ambiguous_grammar_does_not_stop_the_server(serve: Callable[..., str]) -> None:
+    address, done = serve(models={"timeout": 5.0}), threading.Event()
+    grammar = "root ::= x x x x x x x x\nx ::= [a-z ]? y\ny ::= [a-z ]* | [a-z]* | [ -~]*"
 
     def attack() -> None:
         body = {"messages": MESSAGES, "grammar": grammar, "max_tokens": 200}
@@ -159,20 +143,6 @@ def test_a_connection_that_sends_no_headers_is_closed(monkeypatch: pytest.Monkey
             head = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(sent)}\r\n\r\n"
             busy.sendall(head.encode() + sent)
             assert b" 200 " in busy.recv(100), "one that waits for an answer is not idle"
-
-
-def test_floods_of_headers_are_refused(address: str) -> None:
-    with connect(address) as one:
-        one.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n")
-        data = b""
-        try:
-            for i in range(20_000):
-                one.sendall(f"X-{i}: {'y' * 50}\r\n".encode())
-            data = one.recv(100)
-        except OSError:
-            data = b" 400 "
-    assert b" 400 " in data or data == b""
-    assert is_well(address)
 
 
 # Web pages ----------------------------------------------------------------------------------------
@@ -246,16 +216,26 @@ def test_a_hostile_tenant_finds_no_data_of_another(serve: Callable[..., str]) ->
     assert ask(ann)["usage"]["prompt_tokens_details"]["cached_tokens"] > 50
 
 
-@pytest.mark.parametrize(
-    "header",
-    ["", "Bearer", "Basic key-of-ann", "bearer KEY-OF-ANN", "Bearer \xe9", "Bearer key"],
-)
-def test_a_guessed_key_opens_nothing(serve: Callable[..., str], header: str) -> None:
+def test_a_guessed_key_opens_nothing(serve: Callable[..., str]) -> None:
     address = serve(keys=KEYS)
-    for path in ("/cache", "/metrics", "/slots", "/props", "/v1/models", "/v1/responses/x"):
-        answer = httpx.get(address + path, headers={"Authorization": header.encode("latin-1")})
-        assert answer.status_code == 401
-        assert answer.headers["www-authenticate"] == "Bearer"
+    body = {"messages": MESSAGES, "max_tokens": 1}
+    for header in (
+        "",
+        "Bearer",
+        "Basic key-of-ann",
+        "bearer KEY-OF-ANN",
+        "Bearer \xe9",
+        "Bearer key",
+    ):
+        headers = {"Authorization": header.encode("latin-1")}
+        assert httpx.post(address + CHAT, json=body, headers=headers).status_code == 401
+        for path in ("/cache", "/metrics", "/slots", "/props", "/v1/models", "/v1/responses/x"):
+            answer = httpx.get(address + path, headers=headers)
+            assert answer.status_code == 401
+            assert answer.headers["www-authenticate"] == "Bearer"
+    for right in ({"Authorization": "Bearer key-of-ann"}, {"x-api-key": "key-of-ann"}):
+        assert httpx.post(address + CHAT, json=body, headers=right).status_code == 200
+    assert httpx.get(f"{address}/health").status_code == 200
 
 
 def test_prefetches_do_not_delay_other_requests(serve: Callable[..., str]) -> None:

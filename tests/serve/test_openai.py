@@ -20,16 +20,6 @@ def client(address: str, openai: Any) -> Any:
         yield found
 
 
-def test_a_chat_is_answered(client: Any) -> None:
-    answer = client.chat.completions.create(model="stories", messages=PROMPT, max_tokens=8, seed=1)
-    (choice,) = answer.choices
-    assert choice.message.role == "assistant"
-    assert choice.message.content
-    assert choice.finish_reason == "length"
-    assert answer.usage.completion_tokens == 8
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 8
-
-
 def test_a_repeated_prompt_is_cached_but_for_its_last_token(client: Any) -> None:
     messages = [{"role": "user", "content": "Ben goes to the mill with a brown dog."}]
     first, second = (

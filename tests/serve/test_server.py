@@ -23,7 +23,6 @@ from pykvcache import LlamaModel, embedded_model_path  # noqa: E402
 from pykvcache.sampling import SETTINGS  # noqa: E402
 from pykvcache.serve.prompts import sampler_of  # noqa: E402
 from pykvcache.serve.schemas import CompletionRequest  # noqa: E402
-from serve.conftest import KEYS  # noqa: E402
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Lucy has a red kite. Tom is a baker."}]
@@ -90,40 +89,6 @@ def test_unknown_paths_and_large_bodies_are_refused(serve: Callable[..., str]) -
     address = serve(max_body=1000)
     assert httpx.get(f"{address}/nothing").status_code == 404
     assert httpx.post(address + CHAT, content=b"x" * 2000).status_code == 413
-
-
-def test_a_key_is_needed_where_keys_are_set(serve: Callable[..., str]) -> None:
-    address = serve(keys=KEYS)
-    body = {"messages": MESSAGES, "max_tokens": 1}
-    assert httpx.post(address + CHAT, json=body).status_code == 401
-    wrong = {"Authorization": "Bearer key-of-eve"}
-    assert httpx.post(address + CHAT, json=body, headers=wrong).status_code == 401
-    for header in ({"Authorization": "Bearer key-of-ann"}, {"x-api-key": "key-of-ann"}):
-        assert httpx.post(address + CHAT, json=body, headers=header).status_code == 200
-    assert httpx.get(f"{address}/health").status_code == 200
-
-
-def test_tenants_share_nothing(serve: Callable[..., str]) -> None:
-    address = serve(keys=KEYS)
-
-    def ask(key: str, path: str = CHAT, **body: Any) -> Any:
-        sent = {"messages": MESSAGES, "max_tokens": 1, **body}
-        return httpx.post(address + path, json=sent, headers={"x-api-key": key}).json()
-
-    def cached(key: str, **body: Any) -> int:
-        return ask(key, **body)["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-    assert cached("key-of-ann") == 0
-    assert cached("key-of-ann") > 0
-    assert cached("key-of-bob", prompt_cache_key="ann") == 0
-    stored = ask("key-of-ann", "/v1/responses", input="Lucy", max_output_tokens=1)["id"]
-    asked = {"input": "x", "previous_response_id": stored, "max_output_tokens": 1}
-    assert ask("key-of-bob", "/v1/responses", **asked)["error"]["type"] == "not_found_error"
-    seen = httpx.get(f"{address}/cache", headers={"x-api-key": "key-of-bob"}).json()
-    assert len(seen["requests"]) == 1
-    assert str(seen["models"]["stories"]["tree"]).count("Lucy") <= 1
-    ask("key-of-bob", "/cache/clear")
-    assert cached("key-of-ann") > 0
 
 
 def test_a_full_queue_answers_429_with_retry_after(serve: Callable[..., str]) -> None:

@@ -136,15 +136,6 @@ def test_starts_again_where_the_server_cannot_resume(
     assert (folder / "model.gguf").read_bytes() == DATA
 
 
-def test_a_complete_partial_file_needs_no_server(
-    fetch: ModuleType, remote: Any, hub: Hub, folder: Path
-) -> None:
-    folder.mkdir(parents=True)
-    (folder / "model.gguf.part").write_bytes(DATA)
-    assert fetch.main([], [remote]) == 0
-    assert hub.ranges == []
-
-
 @pytest.mark.parametrize("start", [DATA[: HALF - 1] + b"?", DATA + b"more"])
 def test_wrong_bytes_are_never_kept(
     fetch: ModuleType,
@@ -177,25 +168,27 @@ def test_a_server_with_other_sizes(
     assert list(folder.iterdir()) == []
 
 
-def test_missing_file(
-    fetch: ModuleType, remote: Any, hub: Hub, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert fetch.main([], [replace(remote, file="other.gguf")]) == 1
-    assert "404" in failed(capsys)
-    assert list(folder.iterdir()) == []
-
-
-def test_offline(
+def test_what_cannot_be_fetched_is_one_line(
     fetch: ModuleType,
     remote: Any,
+    hub: Hub,
     folder: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("no_proxy", "*")
+    (tmp_path / "file").write_bytes(b"")
+    for model, arguments, said in (
+        (replace(remote, file="other.gguf"), [], "404"),
+        (remote, ["--folder", str(tmp_path / "file" / "models")], "cannot write"),
+        (replace(remote, size=2**62), [], "free"),
+    ):
+        assert fetch.main(arguments, [model]) == 1
+        assert said in failed(capsys)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert fetch.main([], [remote]) == 1
     assert "cannot reach http://127.0.0.1:9/owner" in failed(capsys)
+    assert not any(folder.iterdir())
 
 
 def test_another_file_of_that_name_is_left_alone(
@@ -206,21 +199,6 @@ def test_another_file_of_that_name_is_left_alone(
     assert fetch.main([], [remote]) == 1
     assert "delete it first" in failed(capsys)
     assert (folder / "model.gguf").read_bytes() == b"mine"
-
-
-def test_a_folder_that_cannot_be_made(
-    fetch: ModuleType, remote: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    assert fetch.main(["--folder", str(tmp_path / "file" / "models")], [remote]) == 1
-    assert "cannot write" in failed(capsys)
-
-
-def test_too_little_space(
-    fetch: ModuleType, remote: Any, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert fetch.main([], [replace(remote, size=2**62)]) == 1
-    assert "free" in failed(capsys)
 
 
 def test_the_script_by_itself(fetch: ModuleType) -> None:

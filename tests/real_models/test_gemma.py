@@ -25,7 +25,6 @@ pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=Import
 
 from pykvcache import (
     BatchGenerator,
-    LlamaBatch,
     LlamaContext,
     LlamaModel,
     LlamaSequence,
@@ -154,37 +153,6 @@ def test_a_file_is_cut_and_goes_on(
             assert other.tokens_evaluated - before == 1
             again.append(tokens[3501:])
             assert apart(again.logits(), fresh[N]) < NOISE
-
-
-def test_a_parked_sequence_is_cut_and_goes_on(
-    source: Source, tokens: list[int], fresh: dict[int, Logits]
-) -> None:
-    ctx, sequence = source
-    with sequence.fork() as one:
-        one.evaluate()
-        one.park()
-        before = ctx.tokens_evaluated
-        one.truncate(3510)
-        assert apart(one.logits(), fresh[3510]) < NOISE
-        assert ctx.tokens_evaluated - before == 1
-        one.append(tokens[3510:])
-        assert apart(one.logits(), fresh[N]) < NOISE
-
-
-def test_forks_in_one_batch(gemma: LlamaModel, tokens: list[int], fresh: dict[int, Logits]) -> None:
-    with context(gemma, n_seq_max=3) as ctx:
-        ctx.decode(tokens[:3501])
-        for seq in (1, 2):
-            ctx.copy_kv_cache_seq(0, seq)
-        batch = LlamaBatch()
-        for seq, end in ((0, 3510), (1, 3600), (2, 3510)):
-            batch.add_sequence(tokens[3501:end], seq, start=3501)
-        ctx.decode(batch)
-        rows = [ctx.logits(i) for i in np.cumsum([9, 99, 9]) - 1]
-        for row, end in zip(rows, (3510, 3600, 3510), strict=True):
-            assert apart(row, fresh[end]) < NOISE
-        ctx.decode(tokens[3600:], seq_id=1)
-        assert apart(ctx.logits(), fresh[N]) < NOISE
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=["full", "window"])

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +15,7 @@ import pytest
 pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
 pytest.importorskip("jinja2")
 
-from pykvcache import LLM, LlamaContext, LlamaSequence, Sampler
-from pykvcache.errors import ArgumentError
+from pykvcache import LLM, Sampler
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 
@@ -35,7 +32,6 @@ TEMPLATE = (
     "{{ 'Question' if m.role == 'user' else 'Answer' }}: {{ m.content }}\n"
     "{% endfor %}{% if add_generation_prompt %}Answer:{% endif %}"
 )
-MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 @pytest.fixture(scope="module")
@@ -87,31 +83,6 @@ def test_text_follows_a_schema(llm: LLM) -> None:
         assert set(json.loads(found.text)) == {"town", "big"}
 
 
-def test_a_chat_completion_takes_a_template(llm: LLM) -> None:
-    found: Any = llm.create_chat_completion(
-        MESSAGES, template=TEMPLATE, max_tokens=8, temperature=0
-    )
-    assert found["choices"][0]["message"]["content"]
-    with pytest.raises(ArgumentError, match="template"):
-        llm.create_chat_completion(MESSAGES)  # the base model has none
-
-
-def test_streams_are_the_text(llm: LLM) -> None:
-    whole: Any = llm.create_completion(CAPITAL, max_tokens=12, temperature=0)
-    chunks = list(llm.create_completion(CAPITAL, max_tokens=12, temperature=0, stream=True))
-    parts: list[Any] = [chunk["choices"][0]["text"] for chunk in chunks]  # type: ignore[index]
-    assert "".join(parts) == whole["choices"][0]["text"]
-
-    async def left_early() -> str:
-        async for piece in llm.stream_chat(MESSAGES, template=TEMPLATE, max_tokens=400):
-            if piece.strip():
-                return piece
-        return ""
-
-    assert asyncio.run(left_early())
-    assert llm.generator.n_running + llm.generator.n_waiting == 0
-
-
 def test_embeddings_of_many_texts_are_near_by_meaning(llm: LLM) -> None:
     texts = [
         "The cat sleeps on the sofa.",
@@ -126,20 +97,3 @@ def test_embeddings_of_many_texts_are_near_by_meaning(llm: LLM) -> None:
     assert near[2, 3] > near[1, 2]
     alone = np.concatenate([llm.embed(text) for text in texts[:4]])
     assert np.abs((alone * rows[:4]).sum(axis=1) - 1).max() < 0.02
-
-
-def test_stages_choose_from_a_real_vocabulary(llm: LLM) -> None:
-    with LlamaContext(llm.model, n_ctx=512) as ctx, LlamaSequence(ctx, CAPITAL) as sequence:
-        row = sequence.logits()
-    for options in (
-        {"typical_p": 0.5},
-        {"top_n_sigma": 1.0},
-        {"xtc_probability": 1.0, "xtc_threshold": 0.05},
-        {"dry_multiplier": 0.8},
-        {"mirostat": 1},
-        {"mirostat": 2},
-        {"adaptive_target": 0.3},
-    ):
-        sampler = Sampler(temperature=0.8, seed=1, model=llm.model, **options)  # type: ignore[arg-type]
-        chosen = [sampler.sample(row) for _ in range(8)]
-        assert all(row[token] > row.max() - 25 for token in chosen), options

@@ -151,17 +151,6 @@ def test_gap_is_closed_alike_from_both_sides(real_model: LlamaModel) -> None:
     assert rows[0].argmax() in rows[1].argsort()[-3:]
 
 
-def test_greedy_text_is_the_same_from_a_fork(real_model: LlamaModel) -> None:
-    head = real_model.tokenize(TEXT)
-    with opened(real_model) as ctx:
-        ctx.decode(head[:-1])
-        ctx.copy_kv_cache_seq(0, 2)
-        forked = list(ctx.generate(head[-1:], 16, seq_id=2))
-    with opened(real_model) as ctx:
-        ctx.decode(head[:-1])
-        assert list(ctx.generate(head[-1:], 16)) == forked
-
-
 def test_similar_texts_have_similar_embeddings(real_model: LlamaModel) -> None:
     texts = ("A cat sleeps on the sofa.", "A kitten naps on the couch.", "Taxes rise next year.")
     with LlamaContext(real_model, n_ctx=512, n_seq_max=4, embeddings=True) as ctx:

@@ -58,7 +58,7 @@ fuzz: $(VENV)/.dev $(VENV)/.built ## hostile calls, damaged models, random progr
 	  tests/state/test_llama_files.py tests/test_ctrl_c.py \
 	  tests/generate/test_mixed.py tests/state/test_partial_programs.py tests/arrays/ollama/test_ollama_causal_properties.py \
 	  tests/arrays/ollama/test_ollama_recurrent.py tests/arrays/ollama/test_ollama_input_cache.py tests/arrays/mlx/test_mlx_properties.py \
-	  tests/sequence/test_shifted.py tests/prefix/test_programs.py tests/tiers/test_crowd.py \
+	  tests/sequence/test_shifted.py tests/prefix/test_programs.py \
 	  tests/binding/test_threads.py::test_two_threads_hammer_one_context_without_a_wrong_result
 
 # Two at a time; the long ones first.

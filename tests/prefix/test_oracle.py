@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from memory.kit import EVERY_SERVED, Case, Fresh, Make, apart
+from prefix.program import common
 from pykvcache import PrefixCache
 
 Tokens = list[int]
@@ -44,13 +45,6 @@ class Oracle:
             self.ends |= {tuple(prompt[:at]) for at in places if begin < at <= n}
         self.texts.append(text)
         self.ends.add(tuple(text))
-
-
-def common(a: Tokens, b: Tokens) -> int:
-    n = 0
-    while n < min(len(a), len(b)) and a[n] == b[n]:
-        n += 1
-    return n
 
 
 def trace(rng: np.random.Generator) -> Iterator[Callable[[list[Tokens]], Tokens]]:

@@ -16,8 +16,8 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
+from memory.kit import Logits, apart
 from state.block_kit import parts_of
 from support.models import EXACT, shared_folder
 
@@ -32,8 +32,6 @@ from pykvcache import (
 )
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
-
-Logits = NDArray[np.float32]
 
 N, N_SWA, NOISE = 3700, 512, 0.02
 #: After how many tokens a fresh run's logits are kept.
@@ -97,11 +95,6 @@ def fresh(gemma: LlamaModel, tokens: list[int]) -> dict[int, Logits]:
 
 def context(model: LlamaModel, **options: Any) -> LlamaContext:
     return LlamaContext(model, **{"n_ctx": 4096, "n_seq_max": 2, **EXACT, **options})
-
-
-def apart(a: Logits, b: Logits) -> float:
-    worst = float(np.abs(a - b).max())
-    return worst if worst == worst else float("inf")
 
 
 SHAPES = ({}, {"swa_full": False}, {"kv_unified": False, "n_ctx": 8192}, {"n_ctx": 6144})

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
+from memory.kit import Logits, apart
 from support.models import RIGHT
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=Import
 
 from pykvcache import LlamaBatch, LlamaContext
 from pykvcache.errors import ContextCreateError, UnsupportedOperation
-
-Logits = NDArray[np.float32]
 
 TEXT = (
     "Anna has a red boat and lives by the lake. Peter is a baker, and his dog is called Max. "
@@ -43,11 +41,6 @@ CACHES = {
     "f16": {},
     "q8_0": {"type_k": "q8_0", "type_v": "q8_0"},
 }
-
-
-def apart(a: Logits, b: Logits) -> float:
-    worst = float(np.abs(a - b).max())
-    return worst if worst == worst else float("inf")
 
 
 @contextmanager

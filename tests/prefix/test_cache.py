@@ -95,6 +95,9 @@ def test_one_cache_per_context(make_context: Make, tmp_path: Path) -> None:
     cache.close()
     cache.close()
     assert sequence.logits().shape
+    sequence.save(tmp_path / "one.kv")
+    with type(sequence).load(ctx, tmp_path / "one.kv") as again:
+        assert again.tokens.tolist() == sequence.tokens.tolist()
     sequence.close()
     with pytest.raises(ClosedError):
         cache.sequence([5])

@@ -79,6 +79,7 @@ def test_every_setting_reaches_the_sampler() -> None:
         assert "dry_sequence_breakers=('!',)" in sampler(dry_sequence_breakers=["!"])
         assert "penalty_last_n=512" in sampler(repeat_last_n=-1)
         assert "dry_last_n=7" in sampler(dry_penalty_last_n=7)
+        assert sampler(top_k=-1) == sampler(top_k=0)
         off = sampler(adaptive_target=-1, top_n_sigma=-1, penalty_last_n=-1)
         assert off == sampler(penalty_last_n=512)
         with pytest.raises(msgspec.ValidationError):

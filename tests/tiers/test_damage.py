@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memory.kit import Case, Fresh, Logits, Make, apart
+from prefix.model_free import token_bytes
 from pykvcache import LlamaContext, PrefixCache
 from pykvcache.errors import StoreError
-from pykvcache.prefix.block_hash import block_names, token_bytes
+from pykvcache.prefix.block_hash import block_names
 from pykvcache.prefix.stores import BlockStore, Envelope, MemoryStore
-from pykvcache.prefix.tiers.records import END_OVERHEAD, End
+from pykvcache.prefix.tiers.loader import END_OVERHEAD, End
 from stores.kinds import SHARED, STORES
 from support.examples import examples
 from tiers.test_tiers import SIZE, WAIT, clear_memory, total, words

@@ -27,6 +27,8 @@ TEXT_BYTES_MAX = 2**31 - 1
 _NATIVE_ERRORS = (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError)
 # llama.cpp's grammars of required calls allow any text first: a small model never comes to a call.
 _PREAMBLE = re.compile(r"\buntil-\d+\??( space)? (?=tool-calls?(-root)?\b)")
+# Of some formats they allow several calls where parallel calls are off.
+_SEVERAL_CALLS = "tool-calls ::= (tool-call space)+"
 _USER = {"role": "user", "content": "Hello"}
 
 
@@ -118,16 +120,14 @@ class ChatFormat:
         model: lib.Model,
         schemas: Mapping[str, Any],
         stop: Sequence[str],
-        *,
-        is_call: bool,
+        grammar: str,
     ) -> None:
         facts = json.loads(native.facts())
         self._native = native
         self._model = model
         self._schemas = schemas
         self._ends = tuple(stop)
-        grammar = facts["grammar"]
-        self.grammar: str | None = (_PREAMBLE.sub("", grammar) if is_call else grammar) or None
+        self.grammar: str | None = grammar or None
         self.triggers: tuple[str, ...] | None = tuple(facts["triggers"]) if facts["lazy"] else None
         self.generation_prompt: str = facts["generation_prompt"]
         self.stop: tuple[str, ...] = tuple(facts["stop"])
@@ -239,8 +239,12 @@ def make_chat_format(
     if choice == "required" and not facts["grammar"]:
         raise UnsupportedOperation("chat_format", "this chat template has no tool calls")
     known = {} if choice == "none" else {name: schemas[name] for name in _names(given)}
-    stop = (*ends, *facts["stop"])
-    return ChatFormat(native, model, known, stop, is_call=choice == "required")
+    grammar = facts["grammar"]
+    if choice == "required":
+        grammar = _PREAMBLE.sub("", grammar)
+    if not parallel:
+        grammar = grammar.replace(_SEVERAL_CALLS, "tool-calls ::= tool-call space")
+    return ChatFormat(native, model, known, (*ends, *facts["stop"]), grammar)
 
 
 def _names(tools: list[dict[str, Any]]) -> list[str]:

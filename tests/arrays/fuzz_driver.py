@@ -153,6 +153,8 @@ class Fuzz:
         except Exception as error:
             if str(error).startswith(ARGUMENT) or isinstance(error, UnicodeEncodeError):
                 return None
+            if "integer string conversion" in str(error):  # of a key of the program's, in a repr
+                return None
             raise Unexpected(f"{what}{args!r}{named!r}"[:3000]) from error
         self.returned[what] += 1
         for one in result if isinstance(result, list | tuple) else [result]:

@@ -224,6 +224,20 @@ def test_a_lazy_grammar_begins_at_the_call(vocab: LlamaModel) -> None:
 
 
 @needs_templates
+def test_a_required_call_comes_first_and_one_by_name_alone(vocab: LlamaModel) -> None:
+    def allows(choice: Any, text: str) -> bool:
+        template = source("Qwen-Qwen2.5-7B-Instruct")
+        form = vocab.chat_format(tools=TOOLS, tool_choice=choice, template=template)
+        return sampled(Sampler(temperature=0, chat_format=form, model=vocab), vocab, text)
+
+    one, named = call('{"place": "Rome"}'), {"function": {"name": "get_weather"}}
+    assert allows("required", f"{one}\n{one}")
+    assert not allows("required", f"I look. {one}")
+    assert allows(named, one)
+    assert not allows(named, f"{one}\n{one}")
+
+
+@needs_templates
 def test_a_schema_holds_the_content_after_the_reasoning(vocab: LlamaModel) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     form = vocab.chat_format(json_schema=schema, template=source("Qwen-Qwen3-0.6B"))

@@ -38,6 +38,11 @@ class Twin:
         self.ledger.remove(seq, *span(p0, p1))
         self.positions()
 
+    def copy(self, src: int, dst: int, p0: int | None = None, p1: int | None = None) -> None:
+        self.ctx.copy_kv_cache_seq(src, dst, p0, p1)
+        self.ledger.copy(src, dst, *span(p0, p1))
+        self.positions()
+
     def add(self, seq: int, p0: int | None, p1: int | None, delta: int) -> None:
         self.ctx.kv_cache_seq_add(seq, p0, p1, delta)
         self.ledger.add(seq, *span(p0, p1), delta)

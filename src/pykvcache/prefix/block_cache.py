@@ -23,7 +23,7 @@ from pykvcache.sequence.pool import SequencePool
 __all__ = ["CHUNK_BYTES", "NODE_BYTES", "Actions", "BlockCache", "Pin"]
 
 #: Overhead in bytes of a node or component, of a chunk, and of an empty cache: measured with
-#: tracemalloc (tests/prefix/test_budgets.py).
+#: tracemalloc.
 NODE_BYTES, CHUNK_BYTES, _FIXED_BYTES = 800, 250, 24_000
 
 #: After so many bytes were evicted, or an eighth of the budget, the allocator gives memory back.

@@ -26,7 +26,6 @@ TAGGED = [case for case in FORGETFUL if case.info.memory != "recurrent"]
 RECURRENT = [case for case in FORGETFUL if case.info.memory == "recurrent"]
 
 forgetful = pytest.mark.parametrize("case", FORGETFUL, ids=str)
-tagged = pytest.mark.parametrize("case", TAGGED, ids=str)
 
 
 def put_back(b: Bench, state: PartialState) -> None:

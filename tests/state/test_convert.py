@@ -177,11 +177,3 @@ def test_values_that_another_type_cannot_hold_are_refused(
     damaged = SequenceState.from_bytes(forged(state.to_bytes(), spoil))
     with refused(target, StateDamaged):
         target.restore_sequence(damaged, 0, convert=True)
-
-
-@pytest.mark.parametrize("convert", [None, 1, "yes"])
-def test_convert_is_yes_or_no(convert: Any, make_context: ContextFactory) -> None:
-    ctx = make_context("llama")
-    ctx.decode(WORDS[:5])
-    with refused(ctx, TypeError):
-        ctx.restore_sequence(ctx.sequence_state(0), 1, convert=convert)

@@ -19,12 +19,11 @@ if TYPE_CHECKING:
 
     from conftest import ContextFactory, FreshLogits
 
-PLAIN = ["llama", "llama3l", "qwen2vl"]
 N_SWA = 32
 
 
 @pytest.mark.parametrize("flash", ["disabled", "enabled"])
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", ["llama", "qwen2vl"])
 def test_a_prefix_is_what_a_fresh_run_holds(
     name: str, flash: str, make_context: ContextFactory, fresh_logits: FreshLogits
 ) -> None:
@@ -51,8 +50,8 @@ def test_a_prefix_is_what_a_fresh_run_holds(
             assert apart(next_logits(ctx, 1), want) < RIGHT
 
 
-@pytest.mark.parametrize("size", [1, 7, 16, 50, 1000])
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("size", [1, 16, 1000])
+@pytest.mark.parametrize("name", ["llama", "qwen2vl"])
 def test_blocks_are_joined_again(
     name: str, size: int, make_context: ContextFactory, fresh_logits: FreshLogits
 ) -> None:
@@ -92,19 +91,6 @@ def test_blocks_with_gaps_are_a_sequence_with_removed_tokens(
     twin.decode(2, 3)
 
 
-def test_a_cut_after_removals_and_shifts(make_context: ContextFactory, model_folder: Path) -> None:
-    twin = Twin(make_context("llama"), make_model("llama", model_folder))
-    twin.decode(0, 40)
-    twin.remove(0, 5, 12)
-    twin.add(0, 20, None, 6)
-    state = twin.ctx.sequence_state(0)
-    assert len(state) == 33
-    end = int(state.positions[24])
-    twin.ctx.restore_sequence(state[:25], 1)
-    twin.ledger.copy(0, 1, 0, end + 1)
-    twin.decode(1, 3)
-
-
 @pytest.mark.parametrize("full", [True, False])
 @pytest.mark.parametrize("pieces", [1, 13, 400])
 def test_a_prefix_of_a_window_is_right_or_refused(
@@ -136,28 +122,7 @@ def test_a_prefix_of_a_window_is_right_or_refused(
             call()
 
 
-@pytest.mark.parametrize("n", [N_SWA - 1, N_SWA, N_SWA + 1, 2 * N_SWA])
-def test_a_short_window_that_is_whole(
-    n: int, make_context: ContextFactory, fresh_logits: FreshLogits
-) -> None:
-    ctx = make_context("gemma3", swa_full=False, n_ctx=2048, n_ubatch=32)
-    ctx.decode(WORDS[:n])
-    state = ctx.sequence_state(0)
-    least = next(m for m in range(n, -1, -1) if m == 0 or not cuttable(state, m - 1))
-    for m in range(least, n + 1):
-        ctx.restore_sequence(state[:m], 1)
-        want = fresh_logits("gemma3", [*WORDS[:m], 9])
-        assert apart(next_logits(ctx, 1), want) < 10 * RIGHT
-
-
-def cuttable(state: SequenceState, n: int) -> bool:
-    try:
-        return len(state[:n]) == n
-    except UnsupportedOperation:
-        return False
-
-
-@pytest.mark.parametrize("name", ["mamba", "mamba2", "jamba", "granitehybrid", "lfm2", "lfm2_swa"])
+@pytest.mark.parametrize("name", ["mamba", "jamba", "lfm2_swa"])
 def test_a_state_is_one(name: str, make_context: ContextFactory) -> None:
     ctx = make_context(name)
     ctx.decode(WORDS[:20])

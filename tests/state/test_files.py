@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import copy
-import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-import pykvcache.state
 from pykvcache import SequenceState, describe_state
-from pykvcache.errors import StateDamaged, StateError, StateFileError, StateVersionError
+from pykvcache.errors import StateDamaged, StateError, StateVersionError
 from pykvcache.state import ContextState, StateInfo
-from state.kit import WORDS, Tensors, Text, forged
+from state.kit import WORDS
 
 if TYPE_CHECKING:
     from conftest import ContextFactory
@@ -28,7 +24,7 @@ safetensors = pytest.importorskip("safetensors")
 xxhash = pytest.importorskip("xxhash")
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2vl", "mamba", "jamba", "lfm2_swa"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "jamba"])
 def test_others_can_read_it(name: str, make_context: ContextFactory, tmp_path: Path) -> None:
     from safetensors.numpy import load_file
 
@@ -179,79 +175,55 @@ def test_metadata_comes_back(make_context: ContextFactory, tmp_path: Path) -> No
     assert state.metadata == META
 
 
-@pytest.mark.parametrize(
-    ("bad", "error"),
-    [
-        ({1: 2}, TypeError),
-        ({"a": {1: 2}}, TypeError),
-        ({"a": [{None: 2}]}, TypeError),
-        ({"a": b"bytes"}, TypeError),
-        ({"a": {1, 2}}, TypeError),
-        ({"a": np.float32(1)}, TypeError),
-        ({"a": float("nan")}, ValueError),
-        ({"a": float("inf")}, ValueError),
-        ([("a", 1)], TypeError),
-        ("text", TypeError),
-        (5, TypeError),
-    ],
-    ids=repr,
-)
+UNFIT: list[tuple[Any, type[Exception]]] = [
+    ({1: 2}, TypeError),
+    ({"a": [{None: 2}]}, TypeError),
+    ({"a": b"bytes"}, TypeError),
+    ({"a": np.float32(1)}, TypeError),
+    ({"a": float("nan")}, ValueError),
+    ({"a": float("inf")}, ValueError),
+    ([("a", 1)], TypeError),
+    ("text", TypeError),
+]
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"a": nested(depth - 1)} if depth else {}
+
+
 def test_metadata_that_no_file_can_hold(
-    bad: Any, error: type[Exception], make_context: ContextFactory, tmp_path: Path
+    make_context: ContextFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:5])
-    with pytest.raises(error, match="metadata"):
-        ctx.save_sequence(tmp_path / "a", 0, metadata=bad)
-    with pytest.raises(error, match="metadata"):
-        ctx.save_context(tmp_path / "a", metadata=bad)
+    for bad, error in UNFIT:
+        with pytest.raises(error, match="metadata"):
+            ctx.save_sequence(tmp_path / "a", 0, metadata=bad)
+        with pytest.raises(error, match="metadata"):
+            ctx.save_context(tmp_path / "a", metadata=bad)
     round_: Any = []
     round_.append(round_)
     with pytest.raises(ValueError, match="metadata"):
         ctx.sequence_state(0, metadata={"a": round_})
+    data = ctx.sequence_state(0, metadata=nested(100)).to_bytes()
+    assert SequenceState.from_bytes(data).metadata == nested(100)
+    with pytest.raises(ValueError, match="deeper than 100"):
+        ctx.sequence_state(0, metadata=nested(101))
+    monkeypatch.setattr("pykvcache.state.container._MAX_HEADER", 5000)
+    with pytest.raises(ValueError, match="limit of 5000"):
+        ctx.sequence_state(0, metadata={"a": "x" * 5000}).to_bytes()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_metadata_is_read_wherever_the_stack_stands(make_context: ContextFactory) -> None:
-    """The JSON module goes as deep as the recursion limit leaves room for."""
-
-    def nested(depth: int) -> dict[str, Any]:
-        return {"a": nested(depth - 1)} if depth else {}
-
-    def below(depth: int, call: Callable[[], Any]) -> Any:
-        return below(depth - 1, call) if depth else call()
-
-    ctx = make_context("llama")
-    ctx.decode(WORDS[:5])
-    data = ctx.sequence_state(0, metadata=nested(100)).to_bytes()
-    assert below(500, lambda: SequenceState.from_bytes(data).metadata) == nested(100)
-    for depth in (101, 400):
-        with pytest.raises(ValueError, match="deeper than 100"):
-            ctx.sequence_state(0, metadata=nested(depth))
-
-
-def test_metadata_that_could_not_be_read_again_is_not_written(
-    make_context: ContextFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ctx = make_context("llama")
-    ctx.decode(WORDS[:5])
-    monkeypatch.setattr("pykvcache.state.container._MAX_HEADER", 5000)
-    assert SequenceState.from_bytes(ctx.sequence_state(0, metadata={"a": "x" * 2000}).to_bytes())
-    with pytest.raises(ValueError, match="limit of 5000"):
-        ctx.sequence_state(0, metadata={"a": "x" * 5000}).to_bytes()
-
-
-@pytest.mark.parametrize("n", [0, 1, 19, 21, 400])
-def test_tokens_are_as_many_as_positions(
-    n: int, make_context: ContextFactory, tmp_path: Path
-) -> None:
+def test_tokens_are_as_many_as_positions(make_context: ContextFactory, tmp_path: Path) -> None:
     for name in ("llama", "gemma3", "mamba", "jamba"):
         ctx = make_context(name)
         ctx.decode(WORDS[:20], seq_id=1)
-        with pytest.raises(ValueError, match=f"{n} tokens given"):
-            ctx.save_sequence(tmp_path / "a", 1, tokens=WORDS[:n])
-        with pytest.raises(ValueError, match=f"{n} tokens given"):
-            ctx.save_context(tmp_path / "a", tokens={1: WORDS[:n]})
+        for n in (0, 19, 21):
+            with pytest.raises(ValueError, match=f"{n} tokens given"):
+                ctx.save_sequence(tmp_path / "a", 1, tokens=WORDS[:n])
+            with pytest.raises(ValueError, match=f"{n} tokens given"):
+                ctx.save_context(tmp_path / "a", tokens={1: WORDS[:n]})
     for bad in ("text", [1.5] * 20, b"x" * 20, 5):
         with pytest.raises(TypeError):
             ctx.save_sequence(tmp_path / "a", 1, tokens=bad)  # type: ignore[arg-type]
@@ -267,88 +239,37 @@ def test_nothing_of_a_state_can_be_changed(make_context: ContextFactory, tmp_pat
     ctx.decode(tokens)
     state = ctx.sequence_state(0, tokens)
     before = state.to_bytes()
+    buffer = bytearray(before)
+    of_buffer = SequenceState.from_bytes(buffer)
     tokens[:] = 0
+    buffer[-1000:] = bytes(1000)
     state.save(tmp_path / "a")
     for one in (
         state,
+        of_buffer,
         SequenceState.load(tmp_path / "a"),
         SequenceState.load(tmp_path / "a", mapped=False),
-        SequenceState.from_bytes(before),
-        ctx.context_state().sequence(0),
         copy.deepcopy(state),
         pickle.loads(pickle.dumps(state)),
     ):
-        for part in one.parts:
-            for array in (one.positions, part.positions, *part.tensors):
-                with pytest.raises(ValueError, match="read-only"):
-                    array[...] = 0
-        if one.tokens is not None:
+        assert one.to_bytes() == before
+        assert one.tokens is not None
+        arrays = [one.positions, one.tokens]
+        for array in arrays + [a for part in one.parts for a in (part.positions, *part.tensors)]:
             with pytest.raises(ValueError, match="read-only"):
-                one.tokens[...] = 0
-        for name in ("positions", "tokens", "parts", "metadata", "fingerprint", "n_tokens"):
-            with pytest.raises(AttributeError):
-                setattr(one, name, None)
-    assert state.to_bytes() == before
-    assert SequenceState.load(tmp_path / "a").to_bytes() == before
+                array[...] = 0
+        with pytest.raises(AttributeError):
+            one.tokens = None  # type: ignore[misc]
     whole = ctx.context_state({0: WORDS[:20]})
     again = pickle.loads(pickle.dumps(whole))
     assert again.to_bytes() == whole.to_bytes()
-    with pytest.raises(ValueError, match="read-only"):
-        again.tokens[0][...] = 0
     damaged = bytearray(pickle.dumps(state))
     damaged[len(damaged) // 2] ^= 1
     with pytest.raises(StateError):
         pickle.loads(damaged)
-
-
-@pytest.mark.parametrize("kind", [bytearray, lambda data: memoryview(bytearray(data))])
-def test_a_buffer_that_changes_later_changes_no_state(
-    kind: Any, make_context: ContextFactory
-) -> None:
-    ctx = make_context("llama")
-    ctx.decode(WORDS[:20])
-    data = ctx.sequence_state(0).to_bytes()
-    buffer = kind(data)
-    state = SequenceState.from_bytes(buffer)
-    buffer[-1000:] = bytes(1000)
-    assert state.to_bytes() == data
     for bad in ("text", 5, None, [1, 2]):
         with pytest.raises(TypeError):
-            SequenceState.from_bytes(bad)
-
-
-def test_the_order_of_tensors_and_keys_does_not_matter(make_context: ContextFactory) -> None:
-    """Another writer may put both in another order."""
-    ctx = make_context("jamba")
-    ctx.decode(WORDS[:20])
-    data = ctx.sequence_state(0, WORDS[:20], {"a": 1}).to_bytes(checksum="sha256")
-
-    def turn(text: Text, tensors: Tensors) -> None:
-        for each in (text, tensors):
-            pairs = list(each.items())[::-1]
-            each.clear()
-            each.update(pairs)  # type: ignore[arg-type]
-        text["fingerprint"] = json.dumps(dict(reversed(json.loads(text["fingerprint"]).items())))
-
-    turned = forged(data, turn)
-    assert turned != data
-    ctx.decode(WORDS[:9], seq_id=1)
-    tokens = {0: WORDS[:20], 1: WORDS[:9]}
-    whole = ctx.context_state(tokens).to_bytes()
-    assert ctx.context_state(dict(reversed(tokens.items()))).to_bytes() == whole
-    assert SequenceState.from_bytes(turned).to_bytes(checksum="sha256") == data
-    ctx.restore_sequence(SequenceState.from_bytes(turned), 1)
-    assert ctx.sequence_state(1, WORDS[:20], {"a": 1}).to_bytes(checksum="sha256") == data
-
-
-def test_nothing_is_pickled() -> None:
-    for path in Path(pykvcache.state.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.Import | ast.ImportFrom):
-                continue
-            names = [alias.name for alias in node.names]
-            names.append(getattr(node, "module", None) or "")
-            assert not {"pickle", "marshal", "shelve", "dill"} & {n.split(".")[0] for n in names}
+            SequenceState.from_bytes(bad)  # type: ignore[arg-type]
 
 
 def test_checksums_that_are_not_installed_have_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,11 +279,3 @@ def test_checksums_that_are_not_installed_have_a_name(monkeypatch: pytest.Monkey
     assert best_checksum() == "sha256"
     with pytest.raises(StateVersionError, match="pykvcache\\[state\\]"):
         find_checksum("xxh3-128")
-
-
-def test_a_long_name_is_shortened_in_the_text_and_whole_in_the_facts() -> None:
-    name = "x" * 100_000
-    with pytest.raises(StateFileError, match=r"File name too long|[Ii]nvalid") as info:
-        SequenceState.load(name)
-    assert len(str(info.value)) < 300
-    assert info.value.filename == name

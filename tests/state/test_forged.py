@@ -103,21 +103,12 @@ UNREADABLE: dict[str, Edit] = {
     "no first": lambda text, _: text.pop("first") and None,
     "no n_tokens": lambda text, _: text.pop("n_tokens") and None,
     "n_tokens": text(n_tokens="13"),
-    "long n_tokens": text(n_tokens="9" * 5000),
-    "number n_tokens": text(n_tokens=12),
     "first": text(first="3"),
     "negative first": text(first="-3"),
-    "long first": text(first="9" * 5000),
-    "number first": text(first=0),
-    "deep fingerprint": text(fingerprint=DEEP),
-    "deep layout": text(layout=DEEP),
     "deep user": text(user=DEEP),
     "user depth": text(user='{"a": ' + "[" * 101 + "]" * 101 + "}"),
-    "user list": text(user="[1]"),
     "user nan": text(user='{"a": NaN}'),
-    "user object": text(user={"a": 1}),
     "fingerprint list": text(fingerprint="[]"),
-    "fingerprint object": text(fingerprint={}),
     "model": finger(model=5),
     "memory": finger(memory=None),
     "rope": finger(rope=[1, 2]),
@@ -127,42 +118,30 @@ UNREADABLE: dict[str, Edit] = {
     "n_swa": finger(n_swa="x"),
     "unknown fact": finger(colour="red"),
     "layout text": text(layout="nonsense"),
-    "layout number": text(layout="7"),
     "layout empty": text(layout="[]"),
-    "layout strings": text(layout='["attention"]'),
     "part": layout(part="whatever"),
-    "part list": layout(part=[]),
     "rows": layout(rows="abc"),
-    "rows of numbers": layout(rows=[1, 2]),
     "short row": layout(rows=[["k", 0, 0]]),
     "n_layer": layout(n_layer=-1),
-    "n_layer float": layout(n_layer=2.0),
     "extended": layout(extended=True),
     "v_trans": layout(v_trans=False),
     "row bytes": row(4, 64),
     "huge row bytes": row(4, 2**61 + 128),
-    "huge heads": row(5, 2**61),
-    "row bytes past int64": row(4, 2**63),
     "head": row(6, 7),
-    "layer 9": row(1, 9),
     "what": row(0, "../../k"),
     "type": row(2, 1),
     "negative type": row(2, -1),
-    "type past int32": row(2, 2**31),
     "no positions": drop(P),
     "no keys": drop(K),
     "negative position": put(P, [-1, *range(1, 12)]),
     "disordered": put(P, [0, 2, 1, *range(3, 12)]),
     "fewer positions": put(P, HERE[:11]),
-    "more positions": put(P, np.arange(13)),
-    "positions of rank 2": put(P, HERE.reshape(2, 6)),
     "positions as floats": shape(P, (12,), "F32"),
     "keys as integers": shape(K, (12, 2, 16), "I32"),
     "keys of another shape": shape(K, (12, 16, 2)),
     "keys as bytes": shape(K, (12, 128), "U8"),
     "fewer keys": shorter(K),
     "fewer tokens": put("tokens", WORDS[:11]),
-    "tokens of rank 2": put("tokens", WORDS[:12].reshape(3, 4)),
 }
 
 
@@ -196,6 +175,8 @@ UNFIT: dict[str, tuple[str, Edit, type[StateError] | type[NoKvCacheSlot]]] = {
     "layers": ("llama", layout(n_layer=3), StateLayoutMismatch),
     "layer": ("llama", row(1, 1), StateLayoutMismatch),
     "elements": ("llama", row(3, 2**62 - 1), StateLayoutMismatch),
+    "rotation": ("llama", row(7, 64), StateLayoutMismatch),
+    "huge rotation": ("llama", row(7, 2**40), StateLayoutMismatch),
 }
 
 
@@ -231,75 +212,36 @@ def first_part(text: Text) -> None:
 
 
 @pytest.mark.parametrize("what", UNFIT)
-@pytest.mark.parametrize("convert", [False, True])
-def test_a_misfit_changes_nothing(what: str, convert: bool, make_context: ContextFactory) -> None:
+def test_a_misfit_changes_nothing(what: str, make_context: ContextFactory) -> None:
     name, edit, error = UNFIT[what]
     ctx = make_context(name)
     ctx.decode(WORDS[:12], seq_id=1)
     bad = forged(ctx.sequence_state(1).to_bytes(), edit)
     ctx.decode(WORDS[20:23], seq_id=1)
-    with refused(ctx, error):
-        ctx.restore_sequence(SequenceState.from_bytes(bad), 1, convert=convert)
-
-
-@pytest.mark.parametrize("rotation", [3, 16, 48, 64, 2**40])
-def test_rotations_of_another_size_are_refused(rotation: int, make_context: ContextFactory) -> None:
-    ctx = make_context("llama")
-    ctx.decode(WORDS[:12], seq_id=1)
-    bad = forged(ctx.sequence_state(1).to_bytes(), row(7, rotation))
-    with refused(ctx, StateLayoutMismatch):
-        ctx.restore_sequence(SequenceState.from_bytes(bad), 1)
-    if rotation != 16:  # the size of a head: that it was never rotated no number shows
-        with refused(ctx, StateLayoutMismatch):
-            ctx.restore_sequence(SequenceState.from_bytes(bad), 1, convert=True)
-
-
-def test_a_recurrent_state_of_two_thousand_million_tokens_costs_nothing(
-    make_context: ContextFactory,
-) -> None:
-    ctx = make_context("mamba")
-    ctx.decode(WORDS[:12])
-    last = 2**31 - 33  # the highest position
-
-    def edit(text: Text, tensors: Tensors) -> None:
-        ints(tensors, "recurrent.positions", [last])
-        text["n_tokens"] = str(last + 1)
-
-    state = SequenceState.from_bytes(forged(ctx.sequence_state(0).to_bytes(), edit))
-    assert state.n_tokens == last + 1
-    ctx.restore_sequence(state, 1)
-    assert ctx.kv_cache_seq_pos_max(1) == last
-    for first in ("-1", "12", "2147483647"):
-        with pytest.raises(StateDamaged):
-            SequenceState.from_bytes(forged(ctx.sequence_state(0).to_bytes(), text(first=first)))
+    for convert in (False, True):
+        with refused(ctx, error):
+            ctx.restore_sequence(SequenceState.from_bytes(bad), 1, convert=convert)
 
 
 OFFSETS, IDS = "attention.0.offsets", "attention.0.sequences"
 WHOLE: dict[str, Edit] = {
     "firsts": text(firsts="[]"),
     "more firsts": text(firsts="[[0,0],[1,0],[2,0],[3,0]]"),
-    "other firsts": text(firsts="[[0,0],[1,0],[3,0]]"),
     "first": text(firsts="[[0,3],[1,0],[2,0]]"),
-    "firsts text": text(firsts='["00","10","20"]'),
-    "firsts floats": text(firsts="[[0,0.5],[1,0],[2,0]]"),
     "firsts numbers": text(firsts="[0,1,2]"),
     "streams": text(streams="[2]"),
     "no streams": text(streams="[0]"),
-    "many streams": text(streams="[100000000]"),
-    "streams float": text(streams="[1.5]"),
     "streams missing": text(streams="[]"),
     "no offsets": drop(OFFSETS),
     "offsets": put(OFFSETS, np.arange(1, 14)),
     "offsets down": put(OFFSETS, [0, 3, 1, *range(3, 13)]),
     "huge offsets": put(OFFSETS, [*range(12), 2**31 - 1]),
-    "negative offsets": put(OFFSETS, [0, -5, *range(2, 13)]),
     "sequences": put(IDS, [0] * 3),
     "twice": put(OFFSETS, [0, 2, *range(2, 13)]),
     "negative": put(IDS, [-1] * 12),
     "n_tokens": text(n_tokens="0"),
     "tokens": put("tokens.0", WORDS[:2]),
     "tokens of none": put("tokens.x", WORDS[:2]),
-    "tokens of minus one": put("tokens.-1", WORDS[:0]),
 }
 
 
@@ -312,19 +254,6 @@ def test_a_context_that_makes_no_sense_is_damaged(what: str, make_context: Conte
     ContextState.from_bytes(forged(good, lambda *_: None))
     with refused(ctx, StateDamaged):
         ctx.restore_context(ContextState.from_bytes(forged(good, WHOLE[what])))
-
-
-def test_a_context_without_a_part_is_refused(make_context: ContextFactory) -> None:
-    ctx = make_context("jamba")
-    ctx.decode(WORDS[:4])
-
-    def edit(text: Text, _: Tensors) -> None:
-        first_part(text)
-        text["streams"] = "[1]"
-
-    bad = forged(ctx.context_state().to_bytes(), edit)
-    with refused(ctx, StateLayoutMismatch):
-        ctx.restore_context(ContextState.from_bytes(bad))
 
 
 def test_headers_that_name_other_checksums_or_formats(make_context: ContextFactory) -> None:
@@ -342,18 +271,6 @@ def test_headers_that_name_other_checksums_or_formats(make_context: ContextFacto
     for kind in ("sequences", "", "model"):
         with pytest.raises(StateFormatError):
             SequenceState.from_bytes(forged(good, text(kind=kind)))
-
-
-def test_a_shape_of_many_dimensions_takes_no_time(make_context: ContextFactory) -> None:
-    """The product of a million large numbers would take hours."""
-    entry = {"dtype": "U8", "shape": [2**61] * 1_000_000, "data_offsets": [0, 1]}
-    header: dict[str, Any] = {
-        "__metadata__": {"format": "pykvcache.state", "version": "1", "checksum": "sha256"},
-        "a": entry,
-    }
-    text = json.dumps(header).encode()
-    with pytest.raises(StateDamaged):
-        SequenceState.from_bytes(len(text).to_bytes(8, "little") + text + b"x")
 
 
 @pytest.mark.hazard("S21")

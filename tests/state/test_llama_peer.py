@@ -81,52 +81,30 @@ def peer(program: Path, model_folder: Path, tmp_path: Path) -> Peer:
     return run
 
 
-def context(make_context: ContextFactory, case: Case) -> LlamaContext:
-    return make_context(case.name, **options(case))
-
-
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_a_sequence_is_written_and_read_as_by_llama_cpp(
+def test_files_are_written_and_read_as_by_llama_cpp(
     case: Case,
+    whole: bool,
     peer: Peer,
     make_context: ContextFactory,
     fresh_logits: FreshLogits,
     tmp_path: Path,
 ) -> None:
-    ctx, other = context(make_context, case), context(make_context, case)
+    ctx, other = (make_context(case.name, **options(case)) for _ in range(2))
     want = fresh_logits(case.name, [*TOKENS, 9])
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
-    peer("save", case, theirs, 1)
-    file = other.load_llama_file(theirs, 2)
-    assert (file.kind, file.tokens.tolist()) == ("sequence", TOKENS.tolist())
-    assert np.abs(next_logits(other, 2) - want).max() < case.tolerance
-    ctx.decode(TOKENS, seq_id=1)
-    assert ctx.save_llama_file(ours, 1, TOKENS) == ours.stat().st_size
-    assert ours.read_bytes() == theirs.read_bytes()
-    assert np.abs(peer("load", case, ours, 3) - want).max() < case.tolerance
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_context_is_written_and_read_as_by_llama_cpp(
-    case: Case,
-    peer: Peer,
-    make_context: ContextFactory,
-    fresh_logits: FreshLogits,
-    tmp_path: Path,
-) -> None:
-    ctx, other = context(make_context, case), context(make_context, case)
-    want = fresh_logits(case.name, [*TOKENS, 9])
-    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
-    peer("save", case, theirs, -1)
+    peer("save", case, theirs, -1 if whole else 1)
     other.decode(TOKENS[:5], seq_id=0)
-    file = other.load_llama_file(theirs)
-    assert (file.kind, file.tokens.tolist()) == ("context", TOKENS.tolist())
-    assert list(other.sequences()) == [1]
-    assert np.abs(next_logits(other, 1) - want).max() < case.tolerance
+    file = other.load_llama_file(theirs, None if whole else 2)
+    assert file.kind == ("context" if whole else "sequence")
+    assert file.tokens.tolist() == TOKENS.tolist()
+    assert list(other.sequences()) == ([1] if whole else [0, 2])
+    assert np.abs(next_logits(other, 1 if whole else 2) - want).max() < case.tolerance
     ctx.decode(TOKENS, seq_id=1)
-    ctx.save_llama_file(ours, tokens=TOKENS)
+    assert ctx.save_llama_file(ours, None if whole else 1, TOKENS) == ours.stat().st_size
     assert ours.read_bytes() == theirs.read_bytes()
-    assert np.abs(peer("load", case, ours, -1) - want).max() < case.tolerance
+    assert np.abs(peer("load", case, ours, -1 if whole else 3) - want).max() < case.tolerance
 
 
 SERVER = """

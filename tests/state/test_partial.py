@@ -1,27 +1,38 @@
-"""Partial states: a sequence is rewound to the time of the state, and others are unchanged."""
+"""Partial states: a sequence goes back to the time of one that fits, and any other is refused."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import copy
+import pickle
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from memory.kit import EVERY_CASE, NAMES, Bench, Case, apart
-from pykvcache import LlamaBatch
-from pykvcache.errors import DecodeAborted, UnsupportedOperation
+from memory.kit import Bench, Case
+from pykvcache import LlamaBatch, LlamaContext
+from pykvcache.errors import (
+    ClosedError,
+    DecodeAborted,
+    NoKvCacheSlot,
+    PartialStateError,
+    SequenceIdError,
+    UnsupportedOperation,
+)
 from pykvcache.state import PartialState
+from state.kit import next_logits
 from state.partial_kit import (
     FORGETFUL,
     LONG,
     RECURRENT,
+    TAGGED,
     MakeBench,
     forgetful,
-    is_forgetful,
     put_back,
     refused,
 )
-from support.models import MODELS, usual
+from support.models import EVERY_MODEL, RIGHT
 from support.stopping import stop_soon
 
 if TYPE_CHECKING:
@@ -62,88 +73,6 @@ def test_it_costs_a_window_or_a_state_and_not_the_sequence(case: Case, bench: Ma
     )
 
 
-@forgetful
-def test_forks_keep_what_they_have(case: Case, bench: MakeBench) -> None:
-    """Forks share cells and states, and copies between streams are pending."""
-    b = bench(case)
-    b.feed(0, 40)
-    b.ctx.copy_kv_cache_seq(0, 1)
-    b.held[1] = b.held[0].copy()
-    state = b.ctx.get_partial_state(0)
-    b.feed(0, 30)
-    b.ctx.copy_kv_cache_seq(0, 2)
-    b.held[2] = b.held[0].copy()
-    put_back(b, state)
-    b.check()
-    b.feed(0, 50)
-    b.ctx.copy_kv_cache_seq(0, 3)
-    b.held[3] = b.held[0].copy()
-    put_back(b, state)
-    put_back(b, state)
-    b.ctx.copy_kv_cache_seq(0, 2)
-    b.held[2] = b.held[0].copy()
-    put_back(b, state)
-    b.check(n=3)
-
-
-@pytest.mark.parametrize("case", [c for c in FORGETFUL if c.info.n_swa], ids=str)
-@pytest.mark.parametrize(("early", "late"), [(90, 490), (30, 288)])
-def test_forks_of_a_window_that_slid_keep_what_they_have(
-    case: Case, early: int, late: int, bench: MakeBench
-) -> None:
-    """Also if the window is restored into cells that a pending copy reads."""
-    b = bench(case)
-    b.feed(0, early)
-    state = b.ctx.get_partial_state(0)
-    b.feed(0, late - early)
-    b.ctx.copy_kv_cache_seq(0, 1)
-    b.held[1] = b.held[0].copy()
-    put_back(b, state)
-    b.check(n=2)
-    put_back(b, state)
-    b.ctx.copy_kv_cache_seq(0, 3)
-    b.held[3] = b.held[0].copy()
-    b.feed(0, 300)
-    put_back(b, state)
-    b.check()
-
-
-@pytest.mark.parametrize("case", [c for c in FORGETFUL if c.info.can_shift and c.swa_full], ids=str)
-def test_a_shift_before_is_part_of_it(case: Case, bench: MakeBench) -> None:
-    b = bench(case)
-    b.feed(0, 40)
-    b.ctx.kv_cache_seq_add(0, None, None, 7)
-    b.start[0] = 7
-    state = b.ctx.get_partial_state(0)
-    assert state.pos == 46
-    b.feed(0, 300)
-    put_back(b, state)
-    b.check()
-    assert b.ctx.sequences()[0].pos_min == 7
-
-
-@pytest.mark.parametrize("swa_full", [True, False])
-def test_a_hole_before_is_part_of_it(
-    swa_full: bool, make_context: ContextFactory, bench: MakeBench
-) -> None:
-    b = bench(Case("gemma3", True, swa_full))
-    b.feed(0, 60)
-    assert b.ctx.clear_kv_cache_seq(0, 40, 50)
-    assert b.ctx.clear_kv_cache_seq(0, 5, 15)
-    state, whole = b.ctx.get_partial_state(0), b.ctx.get_state(0)
-    b.feed(0, 400)
-    b.ctx.set_partial_state(state)
-    other = make_context("gemma3", swa_full=swa_full, **LONG)
-    other.set_state(whole, 0)
-    for token in (5, 6, 7):
-        for ctx in (b.ctx, other):
-            ctx.decode([token])
-        assert apart(b.ctx.logits(), other.logits()) < b.case.tolerance
-    table = b.ctx.cells("attention")
-    wanted = [*range(5), *range(15, 40), *range(50, 63)]
-    assert sorted(table.pos[table.members[:, 0]]) == wanted
-
-
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
 def test_a_recurrent_state_begins_where_it_began(case: Case, bench: MakeBench) -> None:
     b = bench(case)
@@ -155,18 +84,6 @@ def test_a_recurrent_state_begins_where_it_began(case: Case, bench: MakeBench) -
     b.held[0], b.start[0] = [*words, 1, 2, 3], 10
     put_back(b, state)
     assert b.ctx.sequences()[0].pos_min == 10
-    b.check()
-
-
-@forgetful
-def test_an_empty_sequence_goes_back_to_nothing(case: Case, bench: MakeBench) -> None:
-    b = bench(case)
-    state = b.ctx.get_partial_state(2)
-    assert state.pos == -1
-    b.feed(1, 20)
-    b.feed(2, 20)
-    put_back(b, state)
-    b.feed(2, 20)
     b.check()
 
 
@@ -201,7 +118,194 @@ def test_it_cures_an_aborted_decode(case: Case, bench: MakeBench) -> None:
     b.check(n=2)
 
 
-def test_every_forgetful_model_is_here() -> None:
-    with_states = {name: MODELS[name] for name in usual(NAMES) if MODELS[name].has_states}
-    names = {name for name, info in with_states.items() if info.n_swa or info.has_recurrent_state}
-    assert {case.name for case in EVERY_CASE if is_forgetful(case)} == names
+# What no longer fits ------------------------------------------------------------------------------
+
+
+def rewind_and_differ(ctx: LlamaContext) -> bool:
+    if not ctx.clear_kv_cache_seq(0, 55):
+        return False
+    ctx.decode(np.arange(10, 30, dtype=np.int32))
+    return True
+
+
+def swap(ctx: LlamaContext) -> None:
+    """The same cells, by way of another sequence."""
+    ctx.copy_kv_cache_seq(0, 2)
+    ctx.copy_kv_cache_seq(2, 0)
+
+
+CHANGES: dict[str, Callable[[LlamaContext], object]] = {
+    "removed": lambda ctx: ctx.clear_kv_cache_seq(0),
+    "all removed": lambda ctx: ctx.clear_kv_cache_seq(),
+    "cleared": lambda ctx: ctx.clear_kv_cache(),
+    "not kept": lambda ctx: ctx.kv_cache_seq_keep(1),
+    "copied over": lambda ctx: ctx.copy_kv_cache_seq(1, 0),
+    "copied over by nothing": lambda ctx: ctx.copy_kv_cache_seq(3, 0),
+    "copied there and back": swap,
+    "restored": lambda ctx: ctx.set_state(ctx.get_state(1), 0),
+    "restored to the same": lambda ctx: ctx.set_state(ctx.get_state(0), 0),
+    "restored with all": lambda ctx: ctx.set_state(ctx.get_state()),
+    "written": lambda ctx: ctx.write_kv(ctx.kv(1), 0),
+    "rewound": lambda ctx: ctx.clear_kv_cache_seq(0, 59),
+    "rewound and gone on": rewind_and_differ,
+    "middle removed": lambda ctx: ctx.clear_kv_cache_seq(0, 20, 30),
+    "gap closed": lambda ctx: ctx.remove(0, 59, 62),
+    "shifted": lambda ctx: ctx.kv_cache_seq_add(0, None, None, 5),
+    "last shifted": lambda ctx: ctx.kv_cache_seq_add(0, 59, None, 5),
+    "divided": lambda ctx: ctx.kv_cache_seq_div(0, None, None, 2),
+    "gone back": lambda ctx: None,  # to a state that was taken before
+}
+# What a recurrent state, a window that slid, or an index does not do.
+PARTS = ("rewound", "rewound and gone on", "middle removed", "gap closed")
+PARTS += ("shifted", "last shifted", "divided", "written")
+
+
+def change_it(ctx: LlamaContext, change: str) -> bool:
+    """Return whether it succeeded."""
+    try:
+        return CHANGES[change](ctx) is not False
+    except UnsupportedOperation:
+        return False
+
+
+# Each change on one of the memories, in turns: random programs try them on all.
+CASES_IN_TURNS = [
+    pytest.param(case, change, id=f"{case}-{change}")
+    for i, change in enumerate(CHANGES)
+    for case in (TAGGED if EVERY_MODEL else [TAGGED[i % len(TAGGED)]])
+]
+
+
+@pytest.mark.hazard("S30", "N110")
+@pytest.mark.parametrize(("case", "change"), CASES_IN_TURNS)
+def test_a_changed_sequence_is_refused(case: Case, change: str, bench: MakeBench) -> None:
+    b = bench(case)
+    b.feed(1, 70)
+    b.feed(0, 30)
+    early = b.ctx.get_partial_state(0)
+    b.feed(0, 30)
+    state = b.ctx.get_partial_state(0)
+    b.feed(0, 30)
+    if not change_it(b.ctx, change):
+        assert change in PARTS
+        put_back(b, state)
+        b.check()
+        return
+    if change == "gone back":
+        put_back(b, early)
+        b.feed(0, 40)
+    refused(b.ctx, state)
+    if change in ("rewound", "last shifted", "gap closed", "rewound and gone on"):
+        b.held[0] = b.held[0][:30]
+        b.ctx.set_partial_state(early)  # cells below 30 are unchanged
+        b.check(0)
+    elif change != "gone back":
+        refused(b.ctx, early)
+    # The ids of sequences are used again, and their states are others.
+    b.ctx.clear_kv_cache()
+    b.held.clear()
+    b.feed(0, 60)
+    refused(b.ctx, state)
+    b.ctx.get_partial_state(0)
+    refused(b.ctx, state)
+    b.check()
+
+
+def full_window(make_context: ContextFactory) -> tuple[LlamaContext, PartialState, Any]:
+    """Sequence 0 has slid, 1 to 3 share all cells of the window between two and two of them."""
+    ctx = make_context("gemma3", swa_full=False, n_seq_max=5, **LONG)
+    words = np.random.default_rng(4).integers(5, 250, 700).astype(np.int32)
+    ctx.decode(words[:90])
+    partial, whole = ctx.get_partial_state(0), ctx.get_state(0)
+    ctx.decode(words[90:500])
+    ctx.clear_kv_cache_seq(0, 480)
+    ctx.decode(words[:190], seq_id=1)
+    ctx.copy_kv_cache_seq(1, 2)
+    ctx.copy_kv_cache_seq(1, 3)
+    for seq in (1, 2, 3):
+        for _ in range(60):
+            try:
+                ctx.decode([7], seq_id=seq)
+            except NoKvCacheSlot:
+                break
+    return ctx, partial, whole
+
+
+def test_a_window_full_of_forks_refuses_and_nothing_changes(make_context: ContextFactory) -> None:
+    ctx, partial, whole = full_window(make_context)
+    before = ctx.get_state().tobytes()
+    with pytest.raises(NoKvCacheSlot, match="window"):
+        ctx.set_state(whole, 4)
+    assert ctx.get_state().tobytes() == before
+    # Over its own sequence a state needs no cells but those that are there.
+    assert partial.is_valid
+    others = [ctx.get_state(seq).tobytes() for seq in (1, 2, 3)]
+    ctx.set_partial_state(partial)
+    assert ctx.kv_cache_seq_pos_max(0) == 89
+    assert [ctx.get_state(seq).tobytes() for seq in (1, 2, 3)] == others
+    ctx.clear_kv_cache_seq(3)
+    ctx.clear_kv_cache_seq(2)
+    ctx.set_state(whole, 4)
+    assert ctx.kv_cache_seq_pos_max(4) == 89
+    assert np.abs(next_logits(ctx, 0) - next_logits(ctx, 4)).max() < RIGHT
+
+
+def test_it_belongs_to_one_context(make_context: ContextFactory) -> None:
+    for name in ("gemma3", "mamba", "jamba", "lfm2_swa"):
+        ctx, other = make_context(name), make_context(name)
+        for each in (ctx, other):
+            each.decode([5, 6, 7])
+        state = ctx.get_partial_state(0)
+        before = other.get_state().tobytes()
+        with pytest.raises(PartialStateError, match="another context"):
+            other.set_partial_state(state)
+        assert other.get_state().tobytes() == before
+        assert state.is_valid
+        ctx.close()
+        assert not state.is_valid
+        with pytest.raises(ClosedError):
+            ctx.set_partial_state(state)
+        with pytest.raises(PartialStateError):
+            other.set_partial_state(state)
+        del ctx
+        assert not state.is_valid
+
+
+def test_only_a_partial_state_is_one(make_context: ContextFactory) -> None:
+    ctx = make_context("jamba")
+    ctx.decode([5, 6])
+    state = ctx.get_partial_state(0)
+    for bad in (None, b"", ctx.get_state(0), 7, state._native, ctx):
+        with pytest.raises(TypeError, match="PartialState"):
+            ctx.set_partial_state(bad)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="get_partial_state"):
+        PartialState()
+    for duplicate in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="get_state"):
+            duplicate(state)
+    for seq in (-1, 4, 300):
+        with pytest.raises(SequenceIdError):
+            ctx.get_partial_state(seq)
+
+
+def test_memories_that_rewind_or_keep_nothing_say_so(make_context: ContextFactory) -> None:
+    jamba = make_context("jamba")
+    state = jamba.get_partial_state(0)
+    for name, why in (("llama", "clear_kv_cache_seq"), ("qwen2vl", "rewinds"),
+                      ("bert", "no memory"), ("t5", "encoder"), ("deepseek32", "rewinds"),
+                      ("minimax_m3", "rewinds")):  # fmt: skip
+        ctx = make_context(name, n_seq_max=1)
+        for call in (ctx.get_partial_state, lambda _, c=ctx: c.set_partial_state(state)):
+            with pytest.raises(UnsupportedOperation, match=why):
+                call(0)
+
+
+def test_it_brings_no_logits(make_context: ContextFactory) -> None:
+    for name in ("gemma3", "mamba"):
+        ctx = make_context(name)
+        ctx.decode([5, 6])
+        state = ctx.get_partial_state(0)
+        ctx.decode([7])
+        ctx.set_partial_state(state)
+        with pytest.raises(IndexError):
+            ctx.logits()

@@ -10,12 +10,12 @@ import pytest
 from pykvcache import LlamaContext
 from pykvcache.errors import NoKvCacheSlot
 from state.kit import WORDS, next_logits
-from support.builds import PLAIN, fast_only
+from support.builds import PLAIN
 from support.examples import examples
 from support.models import RIGHT
 
 if TYPE_CHECKING:
-    from conftest import ContextFactory, FreshLogits
+    from conftest import ContextFactory
 
 FLASH = {"type_k": "f16", "type_v": "f16", "flash_attn": "enabled"}
 SHAPES = [
@@ -122,38 +122,6 @@ def test_restoring_over_any_contents(
     assert ctx.n_cells_used == size
 
 
-def comb(ctx: LlamaContext) -> None:
-    """Sequence 1 in every second of the first 120 cells, with free ones between."""
-    for i in range(60):
-        ctx.decode(WORDS[i : i + 1], seq_id=1)
-        ctx.decode(WORDS[i : i + 1], seq_id=2)
-    ctx.clear_kv_cache_seq(2)
-
-
-@fast_only("llama.cpp's reader takes the first cells that are free")
-@pytest.mark.parametrize("options", [{}, FLASH], ids=["transposed", "rows"])
-def test_holes_are_filled_where_a_run_would_make_the_cache_longer(
-    options: dict[str, Any], make_context: ContextFactory, fresh_logits: FreshLogits
-) -> None:
-    ctx = make_context("llama", n_ctx=1024, **options)
-    comb(ctx)
-    held = ctx.get_state(1)
-    source = make_context("llama", **options)
-    source.decode(WORDS[:190])
-    ctx.set_state(source.get_state(0), 3)
-    assert max(cells_of(ctx, 3)) == 249
-    assert np.array_equal(ctx.get_state(1), held)
-    check_books(ctx)
-    # A short one lies in a run after them: no more cells are computed over for that.
-    ctx.clear_kv_cache_seq(3)
-    source.clear_kv_cache_seq(0, 50)
-    ctx.set_state(source.get_state(0), 3)
-    assert cells_of(ctx, 3) == list(range(119, 169))
-    for n, seq in ((50, 3), (60, 1)):
-        want = fresh_logits("llama", [*WORDS[:n], 9], **options)
-        assert np.abs(next_logits(ctx, seq) - want).max() < (30 if options else 1) * RIGHT
-
-
 def test_a_sequence_is_restored_in_place(make_context: ContextFactory) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:90], seq_id=1)
@@ -173,29 +141,6 @@ def test_a_sequence_is_restored_in_place(make_context: ContextFactory) -> None:
         ctx.set_state(one, 0)
         assert np.array_equal(ctx.get_state(0), one)
         check_books(ctx)
-
-
-def test_cells_that_a_fork_shares_stay_with_the_other(
-    make_context: ContextFactory, fresh_logits: FreshLogits
-) -> None:
-    ctx = make_context("llama")
-    ctx.decode(WORDS[:80], seq_id=2)
-    state = ctx.get_state(2)
-    ctx.clear_kv_cache_seq(2)
-    ctx.decode(WORDS[100:160], seq_id=0)
-    ctx.copy_kv_cache_seq(0, 1)
-    ctx.decode(WORDS[160:170], seq_id=1)
-    kept = ctx.get_state(0)
-    ctx.set_state(state, 1)
-    assert ctx.n_cells_used == 60 + 80
-    assert np.array_equal(ctx.get_state(0), kept)
-    check_books(ctx)
-    ctx.decode(WORDS[:80], seq_id=3)
-    with pytest.raises(NoKvCacheSlot, match="220 of 256 are taken"):
-        ctx.set_state(state, 2)
-    for seq, words in ((0, WORDS[100:160]), (1, WORDS[:80])):
-        want = fresh_logits("llama", [*words, 9])
-        assert np.abs(next_logits(ctx, seq) - want).max() < RIGHT
 
 
 def test_a_state_in_many_pieces_and_in_another_order(make_context: ContextFactory) -> None:

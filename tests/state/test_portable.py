@@ -50,8 +50,8 @@ def test_other_sizes_streams_and_sequences(
             assert apart(next_logits(target, seq), want) < tolerance
 
 
-@pytest.mark.parametrize("kind", ["f32", "f16", "bf16"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2vl", "jamba", "lfm2_swa"])
+@pytest.mark.parametrize("kind", ["f32", "f16"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2vl", "jamba"])
 def test_flash_attention_on_and_off(name: str, kind: str, make_context: ContextFactory) -> None:
     """Values are transposed, and transposed back: bit for bit."""
     types = {"type_k": kind, "type_v": kind}
@@ -88,7 +88,7 @@ def test_flash_attention_on_and_off(name: str, kind: str, make_context: ContextF
 
 
 @pytest.mark.parametrize("name", ["gemma3", "lfm2_swa"])
-@pytest.mark.parametrize("n", [10, 32, 33, 100, 300])
+@pytest.mark.parametrize("n", [10, 33, 300])
 def test_whole_windows_and_short_ones(
     name: str, n: int, make_context: ContextFactory, fresh_logits: FreshLogits
 ) -> None:
@@ -115,7 +115,7 @@ def full(ctx: LlamaContext) -> None:
         ctx.decode(WORDS[: ctx.n_ctx // 4], seq_id=seq)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "jamba", "lfm2_swa"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "jamba"])
 def test_into_a_context_that_is_nearly_full(name: str, make_context: ContextFactory) -> None:
     source, target = make_context(name), make_context(name, n_ctx=256)
     source.decode(WORDS[:100])

@@ -1,16 +1,24 @@
-"""States keep a window more than the next token sees, so that a rewind after a restore is cheap."""
+"""Windows in states: a spare one makes rewinds cheap, those beside them stay, chunks are whole."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from memory.kit import CASES, Bench, Case, apart
-from pykvcache import CheckpointPolicy, LlamaSequence
+from memory.kit import CASES, Bench, Case, Logits, apart
+from pykvcache import CheckpointPolicy, LlamaContext, LlamaSequence
+from pykvcache.errors import ArgumentError
+from state.block_kit import parts_of
+from state.kit import WORDS, next_logits
+from support.models import RIGHT
+
+if TYPE_CHECKING:
+    from conftest import ContextFactory, FreshLogits
 
 MakeBench = Callable[..., Bench]
 WINDOWED = [c for c in CASES if c.info.n_swa and c.has_states]
@@ -124,3 +132,91 @@ def test_a_parked_sequence_and_one_of_a_file_go_back_by_one_evaluation(
         rewound(one)
     with LlamaSequence.load(b.ctx, tmp_path / "one.kv", checkpoints=none) as again:
         rewound(again)
+
+
+def in_window(ctx: LlamaContext, seq_id: int) -> set[int]:
+    """Positions whose window cells the sequence still has."""
+    cells = ctx.cells("window")
+    return set(cells.pos[cells.members[:, seq_id]].tolist())
+
+
+@pytest.mark.hazard("N51")
+@pytest.mark.parametrize("name", ["gemma3", "lfm2_swa"])
+def test_a_restore_takes_only_what_no_sequence_sees_any_more(
+    name: str, make_context: ContextFactory, fresh_logits: FreshLogits
+) -> None:
+    """A full window cache gives up cells that the next token of their owner does not see."""
+    ctx = make_context(name, n_ctx=1024, n_seq_max=3, n_ubatch=32, swa_full=False)
+    short, long = WORDS[:40], WORDS[:300]
+    ctx.decode(short, seq_id=1)
+    state = ctx.get_state(1)
+    ctx.decode(long, seq_id=0)
+    before = in_window(ctx, 0)
+    ctx.set_state(state, seq_id=2)
+    left = in_window(ctx, 0)
+    assert left < before, "no cell was taken: this shows nothing"
+    for seq_id, tokens in ((0, long), (1, short), (2, short)):
+        wanted = fresh_logits(name, [*tokens, 9])
+        assert np.abs(next_logits(ctx, seq_id) - wanted).max() < RIGHT, seq_id
+    if name != "gemma3":
+        return  # a recurrent state is not rewound
+    # A rewind knows the missing cells.
+    back = next(n for n in range(1, len(long) + 1) if ctx.can_resume(0, n))
+    assert not ctx.clear_kv_cache_seq(0, back - 1)
+    assert ctx.clear_kv_cache_seq(0, back)
+    wanted = fresh_logits(name, [*long[:back], 9])
+    assert np.abs(next_logits(ctx) - wanted).max() < RIGHT
+
+
+CHUNK, END = 8192, 8300
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("swa_full", [True, False])
+def test_a_chunk_is_all_that_is_needed(swa_full: bool, make_context: ContextFactory) -> None:
+    options = {"n_ctx": 9216, "n_seq_max": 2, "n_ubatch": 256}
+    tokens = np.random.default_rng(4).integers(5, 300, END + 3, dtype=np.int32)
+    first = make_context("llama4", **options, swa_full=swa_full)
+    native = first.native
+    assert [native.window_needed(n) for n in (0, 1, CHUNK - 1, CHUNK, END)] == [
+        0,
+        0,
+        0,
+        CHUNK,
+        CHUNK,
+    ]
+    assert [native.least_cut(n) for n in (0, 1, CHUNK, CHUNK + 1)] == [0, CHUNK, CHUNK, 2 * CHUNK]
+    first.decode(tokens[:CHUNK])
+    at_end = parts_of(first, 0, CHUNK)
+    assert at_end[1:3] == ([], CHUNK)
+    after = {CHUNK: _rows(first, 0, tokens[CHUNK : CHUNK + 3])}
+    first.decode(tokens[CHUNK + 3 : END])
+    after[END] = _rows(first, 0, tokens[END:])
+    parts = parts_of(first, 0, END)
+    assert parts[2] == CHUNK
+    begin, end = native.window_range(0)
+    assert end == END + 3
+    assert begin <= CHUNK
+    other = make_context("llama4", **options, swa_full=not swa_full)
+    for n, given in ((CHUNK, at_end), (END, parts)):
+        other.native.set_blocks(1, *given)
+        assert other.native.window_range(1) == (CHUNK, n)
+        assert [other.can_resume(1, m) for m in (CHUNK - 1, CHUNK, n)] == [False, True, True]
+        rows = _rows(other, 1, tokens[n : n + 3])
+        assert max(map(apart, rows, after[n])) < RIGHT
+    with pytest.raises(ArgumentError, match="108 cells"):
+        other.native.set_blocks(0, parts[0], parts[1][1:], CHUNK + 8)
+    # A state has what the chunk before needs, where that is there.
+    state = first.sequence_state(0)
+    other.restore_sequence(state, 1)
+    assert other.native.window_range(1) == (begin, END + 3)
+    assert other.can_resume(1, CHUNK - 1) == (begin == 0)
+
+
+def _rows(ctx: LlamaContext, seq: int, tokens: Any) -> list[Logits]:
+    """Logits after each of a few tokens."""
+    rows = []
+    for token in tokens:
+        ctx.decode([int(token)], seq_id=seq)
+        rows.append(ctx.logits())
+    return rows

@@ -1,12 +1,14 @@
-"""`LlamaModel.fingerprint` is equal for equal weights in any place, and only for those."""
+"""Fingerprints: those of the weights are the digests that docs/state-format.md describes."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
@@ -14,7 +16,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from pykvcache import LlamaContext, LlamaModel
-from pykvcache.errors import ModelLoadError, StateModelMismatch
+from pykvcache.errors import ModelLoadError, StateLayoutMismatch, StateModelMismatch
 from state.kit import WORDS
 from support.models import MODELS, make_model, write_gguf
 from test_quantized_weights import quantized
@@ -28,6 +30,19 @@ def fingerprint(path: Path) -> str:
         return model.fingerprint
 
 
+def digest_of_model(*paths: Path) -> str:
+    total = hashlib.sha256()
+    for path in paths:
+        reader = gguf.GGUFReader(path)
+        data, start = path.read_bytes(), reader.data_offset
+        total.update(struct.pack("<QQ", start, len(reader.tensors)) + data[:start])
+        for tensor in reader.tensors:
+            own = data[tensor.data_offset : tensor.data_offset + tensor.n_bytes]
+            middle = max((len(own) - 256) // 2, 0)
+            total.update(own[:256] + own[middle : middle + 256] + own[-256:])
+    return total.hexdigest()
+
+
 def split(folder: Path, *, seed: int = 0) -> list[Path]:
     """Write the llama model in several files."""
     info = MODELS["llama"]
@@ -37,30 +52,15 @@ def split(folder: Path, *, seed: int = 0) -> list[Path]:
     return sorted(folder.glob("parts-*.gguf"))
 
 
-def test_every_model_has_its_own(model_folder: Path, tmp_path: Path) -> None:
-    paths = [make_model(name, model_folder) for name in ("llama", "llama3l", "llama_bpe", "mamba")]
-    paths += [make_model("llama", model_folder, seed=seed) for seed in (1, 2)]
-    paths += [quantized(tmp_path / kind.name, kind) for kind in (Kind.F16, Kind.Q8_0, Kind.Q4_0)]
-    found = [fingerprint(path) for path in paths]
-    assert len(set(found)) == len(found)
-    assert all(len(one) == 64 and set(one) <= set("0123456789abcdef") for one in found)
-    assert found == [fingerprint(path) for path in paths]
-
-
-def test_a_copy_elsewhere_is_the_same_model(
-    model_folder: Path, tmp_path: Path, make_context: ContextFactory
-) -> None:
-    path = make_model("llama", model_folder)
-    shutil.copy(path, tmp_path / "other name.bin")
-    (tmp_path / "link").symlink_to(path)
-    with LlamaModel(tmp_path / "other name.bin") as model:
-        assert model.fingerprint == fingerprint(path) == fingerprint(tmp_path / "link")
-        ctx = make_context("llama")
-        ctx.decode(WORDS[:9])
-        with LlamaContext(
-            model, n_ctx=256, n_threads=1, type_k="f32", type_v="f32", flash_attn="disabled"
-        ) as other:
-            other.restore_sequence(ctx.sequence_state(0), 0)
+def test_that_of_a_model_is_the_digest_of_the_document(model_folder: Path, tmp_path: Path) -> None:
+    """Of the header and samples of each tensor, in all files of a split model."""
+    paths = [make_model(name, model_folder) for name in ("llama", "gemma3", "mamba", "jamba")]
+    paths.append(quantized(tmp_path / "Q4_0", Kind.Q4_0))
+    for path in paths:
+        assert fingerprint(path) == digest_of_model(path)
+    parts = split(tmp_path)
+    assert len(parts) > 1
+    assert fingerprint(parts[0]) == digest_of_model(*parts)
 
 
 def flip(path: Path, at: int) -> None:
@@ -113,23 +113,6 @@ def test_a_file_that_changed_after_it_was_loaded_names_nothing(
         other.save_sequence(tmp_path / "b", 0)
 
 
-@pytest.mark.parametrize("where", ["first", "middle", "last"])
-def test_a_changed_sample_of_any_tensor_shows(
-    where: str, model_folder: Path, tmp_path: Path
-) -> None:
-    source = make_model("llama", model_folder)
-    path = tmp_path / "model.gguf"
-    known = {fingerprint(source)}
-    reader = gguf.GGUFReader(source)
-    for tensor in reader.tensors[::5]:
-        shutil.copy(source, path)
-        size = int(tensor.n_bytes)
-        at = {"first": 0, "middle": size // 2, "last": size - 1}[where]
-        flip(path, int(tensor.data_offset) + at)
-        known.add(fingerprint(path))
-    assert len(known) == 1 + len(reader.tensors[::5])
-
-
 def test_all_parts_of_a_split_model_count(tmp_path: Path, make_context: ContextFactory) -> None:
     folders = [tmp_path / name for name in ("a", "b", "c")]
     for folder, seed in zip(folders, (0, 0, 1), strict=True):
@@ -140,6 +123,10 @@ def test_all_parts_of_a_split_model_count(tmp_path: Path, make_context: ContextF
     assert a == b != c
     flip(sorted(folders[1].iterdir())[-1], -1)
     assert fingerprint(first[folders[1]]) != a
+    with LlamaModel(first[folders[1]], load_mode="none") as model:
+        flip(sorted(folders[1].iterdir())[-1], -1)  # changed after it was loaded
+        with pytest.raises(ModelLoadError):
+            assert model.fingerprint
     with LlamaModel(first[folders[0]]) as model, LlamaModel(first[folders[2]]) as wrong:
         ctx, other = make_context(model), make_context(wrong)
         ctx.decode(WORDS[:9])
@@ -148,14 +135,6 @@ def test_all_parts_of_a_split_model_count(tmp_path: Path, make_context: ContextF
             other.restore_sequence(ctx.sequence_state(0), 1)
         ctx.close()
         other.close()
-
-
-def test_a_part_that_changed_after_it_was_loaded(tmp_path: Path) -> None:
-    parts = split(tmp_path)
-    with LlamaModel(parts[0], load_mode="none") as model:
-        flip(parts[-1], -1)
-        with pytest.raises(ModelLoadError):
-            assert model.fingerprint
 
 
 def test_a_model_that_was_closed_or_whose_folder_was_left(
@@ -169,3 +148,67 @@ def test_a_model_that_was_closed_or_whose_folder_was_left(
     model.close()
     assert model.fingerprint == want
     assert np.array_equal(model.path, path.name)
+
+
+def record(
+    kind: int = 0,
+    n_rot: int = 16,
+    n_ctx: int = 0,
+    base: float = 10,
+    scale: float = 1,
+    attention: float = 1,
+    mixture: float = 0,
+    betas: tuple[float, float] = (0, 0),
+    factors: tuple[float, ...] = (),
+) -> bytes:
+    head = struct.pack("<B3i", 2, kind, n_rot, n_ctx)
+    floats = np.array([base, scale, attention, mixture, *betas], "<f4").tobytes()
+    return head + floats + struct.pack("<I", len(factors)) + np.array(factors, "<f4").tobytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "records"),
+    [
+        ("llama", {}, [record()] * 2),
+        ("llama", {"rope_freq_base": 5000.0}, [record(base=5000)] * 2),
+        ("llama", {"rope_freq_scale": 0.25}, [record(scale=0.25)] * 2),
+        # What only YaRN asks for counts with YaRN alone.
+        ("llama", {"yarn_beta_fast": 8.0, "yarn_orig_ctx": 100}, [record()] * 2),
+        ("mamba", {}, [b"\0"] * 2),
+    ],
+)
+def test_the_rotations(
+    name: str, options: dict[str, Any], records: list[bytes], make_context: ContextFactory
+) -> None:
+    ctx = make_context(name, **options)
+    ctx.decode(WORDS[:5])
+    found = ctx.sequence_state(0).fingerprint.rope_digest
+    assert found == hashlib.sha256(b"".join(records)).hexdigest()
+
+
+def test_that_of_yarn(make_context: ContextFactory) -> None:
+    yarn = {
+        "rope_scaling_type": "yarn",
+        "rope_freq_scale": 0.5,
+        "yarn_orig_ctx": 128,
+        "yarn_beta_fast": 16.0,
+        "yarn_beta_slow": 2.0,
+    }
+    ctx, other = (
+        make_context("llama", **yarn),
+        make_context("llama", **yarn | {"yarn_beta_fast": 8.0}),
+    )
+    ctx.decode(WORDS[:5])
+    state = ctx.sequence_state(0)
+    facts = state.fingerprint.rope
+    wanted = record(
+        n_ctx=128,
+        scale=0.5,
+        attention=facts["attn_factor"],
+        mixture=facts["ext_factor"],
+        betas=(16, 2),
+    )
+    assert facts["ext_factor"] == 1
+    assert state.fingerprint.rope_digest == hashlib.sha256(wanted * 2).hexdigest()
+    with pytest.raises(StateLayoutMismatch, match="rotates keys differently"):
+        other.restore_sequence(state, 0)

@@ -71,7 +71,12 @@ def test_a_model_without_a_template_answers_and_calls_tools(
     path = os.fspath(make_model("llama", model_folder))
     with openai.OpenAI(base_url=serve(path=path) + "/v1", api_key="none") as client:
         answer = client.chat.completions.create(
-            model="m", messages=MESSAGES, tools=TOOLS, tool_choice="required", max_tokens=400
+            model="m",
+            messages=MESSAGES,
+            tools=TOOLS,
+            tool_choice="required",
+            max_tokens=400,
+            temperature=0,
         )
     call = answer.choices[0].message.tool_calls[0]
     assert call.function.name == "get_weather"

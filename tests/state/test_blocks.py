@@ -62,26 +62,23 @@ def test_cells_that_the_next_token_sees_are_enough(case: Case, bench: MakeBench)
     b.check(0, 1, 2, n=2)
     b.feed(1, 40)
     b.check(1)
-    for unified in (True, False):
-        for swa_full in (True, False):
-            if not (case.info.can_unify if unified else case.info.can_stream):
-                continue
-            other = bench(
-                replace(case, unified=unified, swa_full=swa_full), n_ctx=1024, n_seq_max=2
-            )
-            other.ctx.native.set_blocks(1, *_moved(parts, other.ctx))
-            # The very bytes: they depend on none of these options.
-            *again, _, state = parts_of(other.ctx, 1, 400)
-            for mine, theirs in zip(parts[:2], again, strict=True):
-                for (one, *_), (two, *_) in zip(mine, theirs, strict=True):
-                    np.testing.assert_array_equal(one, two)
-            if state is not None:
-                np.testing.assert_array_equal(state.content, parts[3].content)
-            other.held[1] = tokens.copy()
-            other.check(1, n=2)
-            assert other.ctx.native.block_layout("window").cell_bytes == (
-                b.ctx.native.block_bytes("window")
-            )
+    for unified, swa_full in ((case.unified, not case.swa_full), (not case.unified, case.swa_full)):
+        if not (case.info.can_unify if unified else case.info.can_stream):
+            continue
+        other = bench(replace(case, unified=unified, swa_full=swa_full), n_ctx=1024, n_seq_max=2)
+        other.ctx.native.set_blocks(1, *_moved(parts, other.ctx))
+        # The very bytes: they depend on none of these options.
+        *again, _, state = parts_of(other.ctx, 1, 400)
+        for mine, theirs in zip(parts[:2], again, strict=True):
+            for (one, *_), (two, *_) in zip(mine, theirs, strict=True):
+                np.testing.assert_array_equal(one, two)
+        if state is not None:
+            np.testing.assert_array_equal(state.content, parts[3].content)
+        other.held[1] = tokens.copy()
+        other.check(1, n=2)
+        assert other.ctx.native.block_layout("window").cell_bytes == (
+            b.ctx.native.block_bytes("window")
+        )
 
 
 def _moved(parts: Any, ctx: LlamaContext) -> Any:
@@ -225,6 +222,10 @@ def test_cells_that_are_not_there_and_bytes_that_do_not_fit(bench: MakeBench) ->
     out = np.zeros(cell * SIZE, np.uint8)
     assert not native.get_block(0, 13, SIZE, out)
     assert not native.get_block(1, 0, 1, out)
+    b.ctx.copy_kv_cache_seq(0, 2)
+    b.ctx.clear_kv_cache_seq(2, 5, 7)
+    assert not native.get_block(2, 0, SIZE, out), "with a gap"
+    b.ctx.clear_kv_cache_seq(2)
     with pytest.raises(ValueError, match="bytes"):
         native.get_block(0, 0, SIZE + 1, out)
     blocks = blocks_of(b.ctx, 0, 16)

@@ -93,3 +93,6 @@ def test_arrays_that_do_not_fit_are_refused_with_nothing_changed(
         with pytest.raises(error):
             ctx.native.set_parts(None, parts, None)
         assert ctx.get_state().tobytes() == before.tobytes(), what
+    with pytest.raises(StateDamaged, match="begin at -1"):
+        ctx.native.set_parts(None, arrays(ctx, before, whole=True), [(0, -1)])
+    assert ctx.get_state().tobytes() == before.tobytes()

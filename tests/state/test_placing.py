@@ -10,12 +10,12 @@ import pytest
 from pykvcache import LlamaContext
 from pykvcache.errors import NoKvCacheSlot
 from state.kit import WORDS, next_logits
-from support.builds import PLAIN
+from support.builds import PLAIN, fast_only
 from support.examples import examples
 from support.models import RIGHT
 
 if TYPE_CHECKING:
-    from conftest import ContextFactory
+    from conftest import ContextFactory, FreshLogits
 
 FLASH = {"type_k": "f16", "type_v": "f16", "flash_attn": "enabled"}
 SHAPES = [
@@ -120,6 +120,38 @@ def test_restoring_over_any_contents(
     size = ctx.memory_info.n_cells
     ctx.decode(np.resize(WORDS, size), seq_id=1)
     assert ctx.n_cells_used == size
+
+
+def comb(ctx: LlamaContext) -> None:
+    """Sequence 1 in every second of the first 120 cells, with free ones between."""
+    for i in range(60):
+        ctx.decode(WORDS[i : i + 1], seq_id=1)
+        ctx.decode(WORDS[i : i + 1], seq_id=2)
+    ctx.clear_kv_cache_seq(2)
+
+
+@fast_only("llama.cpp's reader takes the first cells that are free")
+@pytest.mark.parametrize("options", [{}, FLASH], ids=["transposed", "rows"])
+def test_holes_are_filled_where_a_run_would_make_the_cache_longer(
+    options: dict[str, Any], make_context: ContextFactory, fresh_logits: FreshLogits
+) -> None:
+    ctx = make_context("llama", n_ctx=1024, **options)
+    comb(ctx)
+    held = ctx.get_state(1)
+    source = make_context("llama", **options)
+    source.decode(WORDS[:190])
+    ctx.set_state(source.get_state(0), 3)
+    assert max(cells_of(ctx, 3)) == 249
+    assert np.array_equal(ctx.get_state(1), held)
+    check_books(ctx)
+    # A short one lies in a run after them: no more cells are computed over for that.
+    ctx.clear_kv_cache_seq(3)
+    source.clear_kv_cache_seq(0, 50)
+    ctx.set_state(source.get_state(0), 3)
+    assert cells_of(ctx, 3) == list(range(119, 169))
+    for n, seq in ((50, 3), (60, 1)):
+        want = fresh_logits("llama", [*WORDS[:n], 9], **options)
+        assert np.abs(next_logits(ctx, seq) - want).max() < (30 if options else 1) * RIGHT
 
 
 def test_a_sequence_is_restored_in_place(make_context: ContextFactory) -> None:

@@ -1,4 +1,4 @@
-"""Random programs that mix sequences, streams and requests in too little room."""
+"""Random programs that mix sequences, streams and requests, in too little room or with aborts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,36 @@ import numpy as np
 
 from generate.by_hand import ByHand
 from memory.kit import Case, apart
-from pykvcache import BatchGenerator, CheckpointPolicy, LlamaContext, LlamaSequence, Sampler
-from pykvcache.errors import DecodeError, InvalidBatch, NoKvCacheSlot, UnsupportedOperation
+from prefix.accounts import check_accounts
+from pykvcache import (
+    BatchGenerator,
+    CheckpointPolicy,
+    LlamaContext,
+    LlamaSequence,
+    PrefixCache,
+    Sampler,
+)
+from pykvcache.errors import (
+    DecodeAborted,
+    DecodeError,
+    InvalidBatch,
+    NoKvCacheSlot,
+    UnsupportedOperation,
+)
 
 MOST = 70
+ODDS = {
+    "new": 3, "append": 3, "truncate": 3, "sync": 2, "fork": 3, "discard": 1, "park": 1,
+    "close": 1, "generate": 3, "begin": 3, "go_on": 8, "files": 1, "compact": 1,
+    "submit": 4, "submit_held": 2, "bad": 1, "step": 8, "abort": 1, "threads": 1,
+    "by_hand": 1, "whole": 2,
+}  # fmt: skip
+ABORTED = {
+    "new": 3, "append": 2, "truncate": 2, "sync": 1, "fork": 2, "discard": 1, "park": 1,
+    "close": 2, "evaluate": 4, "go_on_after": 3, "files": 1, "submit": 3, "submit_held": 1,
+    "step": 8, "abort": 1, "whole": 1,
+}  # fmt: skip
+"""Of programs whose decodes are aborted: what is called can be called again."""
 
 
 @dataclass
@@ -55,7 +81,14 @@ class Mixed(ByHand):
     """One context and everything that lives in it; `log` tells what was done."""
 
     def __init__(
-        self, case: Case, ctx: LlamaContext, plain: LlamaContext, folder: Path, seed: Any
+        self,
+        case: Case,
+        ctx: LlamaContext,
+        plain: LlamaContext,
+        folder: Path,
+        seed: Any,
+        *,
+        aborts: bool = False,
     ) -> None:
         super().__init__(case, ctx, plain, seed)
         self.folder = folder
@@ -65,9 +98,40 @@ class Mixed(ByHand):
         )
         self.held: list[Held] = []
         self.asked: list[Asked] = []
-        self.n_checked = self.n_other = 0
+        self.n_checked = self.n_other = self.n_aborted = 0
         chunk = int(self.rng.choice([1, 5, 64]))
-        self.generators = [BatchGenerator(ctx, n_chunk=chunk), BatchGenerator(ctx)]
+        # The steps of a graph after which a decode is stopped, at most.
+        self.reach = int(self.rng.choice([30, 120, 500])) if aborts else 0
+        self.cache = self._cache() if aborts and case.has_states else None
+        self.generators = [BatchGenerator(self.cache or ctx, n_chunk=chunk), BatchGenerator(ctx)]
+
+    def _cache(self) -> PrefixCache | None:
+        if self.rng.random() < 0.3:
+            return None
+        return PrefixCache(
+            self.ctx,
+            block_size=8,
+            ram_bytes=int(self.rng.choice([0, 1 << 20])),
+            checkpoint_bytes=self.policy.max_bytes,
+            keep_logits=bool(self.rng.random() < 0.4),
+        )
+
+    def until_done(self, call: Callable[[], Any]) -> Any:
+        """Call; again after each abort, or leave it at that."""
+        native = self.ctx.native
+        for _ in range(int(self.rng.integers(3)) if self.reach else 0):
+            native.abort_at(int(self.rng.integers(1, self.reach)))
+            try:
+                return call()
+            except DecodeAborted:
+                self.n_aborted += 1
+                self.log.append("aborted")
+                assert native.abort_at(0) == 0, self.log
+                if self.rng.random() < 0.3:
+                    return None
+            finally:
+                native.abort_at(0)
+        return call()
 
     # Operations -------------------------------------------------------------------------------
 
@@ -78,12 +142,7 @@ class Mixed(ByHand):
             assert difference < self.case.tolerance, (difference, self.log)
 
     def run(self, n_steps: int) -> None:
-        names = {
-            "new": 3, "append": 3, "truncate": 3, "sync": 2, "fork": 3, "discard": 1, "park": 1,
-            "close": 1, "generate": 3, "begin": 3, "go_on": 8, "files": 1, "compact": 1,
-            "submit": 4, "submit_held": 2, "bad": 1, "step": 8, "abort": 1, "threads": 1,
-            "by_hand": 1, "whole": 2,
-        }  # fmt: skip
+        names = ABORTED if self.reach else ODDS
         odds = np.array(list(names.values())) / sum(names.values())
         for _ in range(n_steps):
             name = str(self.rng.choice(list(names), p=odds))
@@ -101,6 +160,10 @@ class Mixed(ByHand):
         for one in self.held:
             self.look(one)
             one.sequence.close()
+        if self.cache is not None:
+            self.generators[0].close()
+            check_accounts(self.cache)
+            self.cache.close()
         assert not self.ctx.sequences(), self.log
 
     def is_busy(self, one: Held) -> bool:
@@ -110,7 +173,10 @@ class Mixed(ByHand):
         if len(self.held) < 6:
             long = self.rng.random() < 0.1
             tokens = self.words(0, 20) + (self.words(100, 230) if long else [])
-            sequence = LlamaSequence(self.ctx, tokens, checkpoints=self.policy)
+            if self.cache is not None and self.rng.random() < 0.5:
+                sequence: LlamaSequence = self.cache.sequence(tokens)
+            else:
+                sequence = LlamaSequence(self.ctx, tokens, checkpoints=self.policy)
             self.held.append(Held(sequence, tokens))
 
     def append(self, one: Held | None) -> None:
@@ -200,6 +266,26 @@ class Mixed(ByHand):
         assert one.sequence.tokens.tolist() == one.tokens, self.log
         assert ended == reason, (ended, reason, self.log)
 
+    def evaluate(self, one: Held | None) -> None:
+        if one is not None and one.tokens:
+            self.until_done(one.sequence.evaluate)
+
+    def go_on_after(self, one: Held | None) -> None:
+        """Generate: what was made before an abort stays, and the sampler goes on after it."""
+        if one is None or not one.tokens:
+            return
+        settings, limit = {"temperature": 1, "top_k": 20, "repeat_penalty": 1.2, "seed": 3}, 6
+        wanted, _ = self.alone(one.tokens, settings, 0, limit, [])
+        choose, found = self.sampler(settings), list[int]()
+
+        def go_on() -> bool:
+            found.extend(one.sequence.generate(limit - len(found), choose))
+            return True
+
+        is_whole = self.until_done(go_on)
+        assert found == (wanted if is_whole else wanted[: len(found)]), self.log
+        one.tokens += found
+
     def begin(self, one: Held | None) -> None:
         """Begin a generation that goes on now and then; an older one of the sequence ends."""
         if one is not None:
@@ -286,11 +372,12 @@ class Mixed(ByHand):
         self.generators[0].run(progress=False)
 
     def step(self, one: Held | None) -> None:
-        self.generators[int(self.rng.integers(2))].step()
+        self.until_done(self.generators[int(self.rng.integers(2))].step)
 
     def whole(self, one: Held | None) -> None:
         if self.rng.random() < 0.3:
-            self.generators[int(self.rng.integers(2))].run(progress=False)
+            generator = self.generators[int(self.rng.integers(2))]
+            self.until_done(lambda: generator.run(progress=False))
 
     def abort(self, one: Held | None) -> None:
         if self.asked:

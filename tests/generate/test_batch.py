@@ -2,80 +2,31 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 
-from memory.kit import CASES, Case, Make
+from memory.kit import Make, words
 from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, Sampler
-from pykvcache.generate import GenerationHandle
-
-SERVED = tuple(case for case in CASES if case.name != "t5")
-
-
-def words(rng: np.random.Generator, n: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    return rng.integers(5, 56, n, dtype=np.int32)
+from pykvcache._native import lib
+from pykvcache.errors import InvalidBatch
 
 
 def sampler(i: int) -> Sampler:
     return Sampler(temperature=0) if i % 2 else Sampler(temperature=0.7, seed=i)
 
 
-def alone(ctx: LlamaContext, prompt: object, n: int, chosen: Sampler) -> list[int]:
-    with LlamaSequence(ctx, prompt) as sequence:  # type: ignore[arg-type]
+def alone(ctx: LlamaContext, prompt: list[int], n: int, chosen: Sampler) -> list[int]:
+    with LlamaSequence(ctx, prompt) as sequence:
         return list(sequence.generate(n, chosen))
-
-
-@pytest.mark.parametrize("case", SERVED, ids=str)
-def test_on_every_memory(case: Case, make_context: Make) -> None:
-    rng = np.random.default_rng(7)
-    ctx = make_context(case.name, **(case.options | {"n_seq_max": 3}))
-    lonely = make_context(case.name, **(case.options | {"n_seq_max": 1}))
-    generator = BatchGenerator(ctx, n_chunk=9)
-    requests = [(words(rng, int(rng.integers(1, 30))), int(rng.integers(0, 12))) for _ in range(8)]
-    handles = []
-    for i, (prompt, n) in enumerate(requests):
-        handles.append(generator.submit(prompt, n, sampler(i)))
-        generator.step()
-    generator.run()
-    for i, (prompt, n) in enumerate(requests):
-        assert handles[i].tokens.tolist() == alone(lonely, prompt, n, sampler(i)), i
-        assert handles[i].finish_reason in ("length", "stop")
-    assert not generator.n_running
-    assert not generator.n_waiting
-    assert not ctx.sequences()
-
-
-def test_hundreds_of_requests_over_four_ids_in_512_cells(make_context: Make) -> None:
-    ctx = make_context("llama", n_ctx=512, n_seq_max=4)
-    lonely = make_context("llama", n_ctx=512, n_seq_max=1)
-    rng = np.random.default_rng(8)
-    # Short ones, that come and go, and some that need half of the cells.
-    prompts = [words(rng, n) for n in (*rng.integers(1, 25, 18).tolist(), 180, 230)]
-    lengths = [int(rng.integers(1, 12)) for _ in range(20)]
-    wanted = [
-        alone(lonely, prompt, n, sampler(i))
-        for i, (prompt, n) in enumerate(zip(prompts, lengths, strict=True))
-    ]
-    generator = BatchGenerator(ctx)
-    handles: list[GenerationHandle] = []
-    while len(handles) < 400 or generator.n_running or generator.n_waiting:
-        if len(handles) < 400:
-            which = len(handles) % 20
-            handles.append(
-                generator.submit(
-                    prompts[which], lengths[which], sampler(which), priority=int(rng.integers(3))
-                )
-            )
-        generator.step()
-        assert ctx.n_cells_used <= 512
-    for i, handle in enumerate(handles):
-        assert handle.tokens.tolist() == wanted[i % 20]
-    assert not ctx.n_cells_used
 
 
 def test_samples_of_one_prompt_share_its_evaluation(make_context: Make) -> None:
     ctx = make_context("llama", n_ctx=512, n_seq_max=4)
-    prompt = words(np.random.default_rng(1), 100)
+    prompt = words(1, 100)
     generator = BatchGenerator(ctx)
     handles = generator.submit(prompt, 6, Sampler(temperature=1, seed=5), n=7)
     assert isinstance(handles, list)
@@ -92,11 +43,10 @@ def test_samples_of_one_prompt_share_its_evaluation(make_context: Make) -> None:
 
 def test_others_continue_while_a_long_prompt_is_evaluated(make_context: Make) -> None:
     ctx = make_context("llama", n_ctx=1024, n_seq_max=3)
-    rng = np.random.default_rng(2)
     generator = BatchGenerator(ctx, n_chunk=16)
-    short = generator.submit(words(rng, 4), 60, Sampler(temperature=1, seed=1))
+    short = generator.submit(words(1, 4), 60, Sampler(temperature=1, seed=1))
     generator.step()
-    long = generator.submit(words(rng, 300), 3)
+    long = generator.submit(words(2, 300), 3)
     steps = 0
     while not len(long.tokens):
         before = len(short.tokens)
@@ -109,8 +59,7 @@ def test_others_continue_while_a_long_prompt_is_evaluated(make_context: Make) ->
 def test_who_comes_last_leaves_when_cells_run_out_and_goes_on_later(make_context: Make) -> None:
     ctx = make_context("llama", n_ctx=256, n_seq_max=4)
     lonely = make_context("llama", n_ctx=256, n_seq_max=1)
-    rng = np.random.default_rng(3)
-    prompts = [words(rng, 60) for _ in range(4)]
+    prompts = [words(i, 60) for i in range(4)]
     generator = BatchGenerator(ctx)
     handles = [generator.submit(prompt, 100, sampler(i)) for i, prompt in enumerate(prompts)]
     most = 0
@@ -134,3 +83,89 @@ def test_larger_priority_goes_first(make_context: Make) -> None:
         assert all(handle is high for handle, _ in made)
     generator.run()
     assert low.finish_reason is not None
+
+
+# Steps in one native call -------------------------------------------------------------------------
+
+
+def endless(ctx: LlamaContext, seed: int) -> Sampler:
+    """Return one that never ends a generation by itself."""
+    ends = {t: -1e6 for t in range(ctx.model.n_vocab) if ctx.native.is_eog(t)}
+    return Sampler(temperature=1, top_k=20, repeat_penalty=1.1, seed=seed, logit_bias=ends)
+
+
+def python_calls(call: Callable[[], object]) -> int:
+    """Count the functions in Python that something calls."""
+    calls = 0
+
+    def look(frame: object, event: str, arg: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(look)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_a_step_runs_as_much_python_for_many_as_for_one(make_context: Make) -> None:
+    counts = []
+    for n in (1, 7):
+        ctx = make_context("llama", n_ctx=512, n_seq_max=8)
+        generator = BatchGenerator(ctx)
+        handles = [generator.submit(words(i, 9), 40, endless(ctx, i)) for i in range(n)]
+        for _ in range(3):
+            generator.step()
+        counts.append(python_calls(generator.step))
+        assert [len(handle.tokens) for handle in handles] == [4] * n
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.hazard("N73")
+def test_nothing_is_decoded_after_cells_that_changed(make_context: Make) -> None:
+    ctx = make_context("llama", n_seq_max=2)
+    native = ctx.native
+    ledger = lib.Tokens(np.array(words(1, 12), np.int32))
+    assert native.decode_pending(ledger, 1, 11, False) == (True, None)
+    lane = lib.Lane(ledger, Sampler(temperature=0).native, 5, frozenset(), False, False)
+    ledger.seq_id = 1
+    rows = lib.Rows(4, 1)
+    rows.add(ledger.token_at(11), 11, 1, True)
+    looks: list[Any] = []
+    ctx.copy_kv_cache_seq(1, 0)
+    ctx.copy_kv_cache_seq(0, 1)
+    before = ctx.tokens_evaluated
+    assert native.decode_pending(ledger, 1, 12, True) == (False, None)
+    assert native.decode_shares(rows, [(ledger, 1, 12, 0)]) is None
+    assert native.step([lane], ["owner"], looks) is None
+    assert native.not_ready([lane], ["owner"]) == ["owner"]
+    assert (ctx.tokens_evaluated, len(ledger), lane.tokens) == (before, 12, [])
+    ledger.version = native.prefix_version(1)
+    made = native.step([lane], ["owner"], looks)
+    assert made == ([("owner", lane.tokens[0])], [])
+    assert ledger.tokens.tolist() == [*words(1, 12), *lane.tokens]
+    assert ledger.n_evaluated == 12
+    with pytest.raises(ValueError, match="pending"):
+        native.decode_pending(ledger, 1, 14, False)
+
+
+@pytest.mark.parametrize("wrap", [list, np.int32, np.int64])
+@pytest.mark.parametrize("wrong", [-1, 2**31 - 1, "n_vocab"])
+def test_an_id_outside_of_the_vocabulary_is_named(
+    wrong: int | str, wrap: Any, make_context: Make
+) -> None:
+    ctx = make_context("llama", n_ctx=256)
+    generator, sequence = BatchGenerator(ctx), LlamaSequence(ctx)
+    n_vocab = ctx.model.n_vocab
+    value = n_vocab if isinstance(wrong, str) else wrong
+    for at in (0, 8):
+        prompt = words(1, 9)
+        prompt[at] = value
+        for call in (sequence.append, lambda given: generator.submit(given, 4)):
+            with pytest.raises(InvalidBatch, match=rf"token {value} \(at {at}\)") as caught:
+                call(wrap(prompt))
+            assert caught.value.value == value
+    assert (caught.value.index, caught.value.limit) == (8, n_vocab)
+    assert (len(sequence), generator.n_waiting) == (0, 0)

@@ -1,32 +1,41 @@
-"""What a handle gives, how requests end, and who drives."""
+"""What a handle gives, how requests end, and who drives; text comes as it is certain."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import sys
 import threading
+import time
+import weakref
 from collections.abc import Iterator
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
 
-from memory.kit import Make
+from memory.kit import Make, words
 from pykvcache import (
     BatchGenerator,
     LlamaContext,
     LlamaModel,
     LlamaSequence,
+    PrefixCache,
     Sampler,
 )
 from pykvcache.errors import (
     ClosedError,
-    DecodeAborted,
     DecodeError,
     InvalidBatch,
     NoKvCacheSlot,
+    ReentryError,
     UnsupportedOperation,
 )
+from pykvcache.generate import GenerationHandle
 from support.models import EXACT
 
+TEXT = "Once upon a time there was a little girl named"
 PROMPTS = ["Once upon a time", "One day", "Tim", "The dog", "A girl", "Lily"]
 
 
@@ -57,23 +66,6 @@ def test_iterating_over_one_drives_them_all(ctx: LlamaContext) -> None:
         assert len(handle.times.tokens) == 10
 
 
-def test_async_for(ctx: LlamaContext) -> None:
-    generator = BatchGenerator(ctx)
-
-    async def read(prompt: str) -> list[int]:
-        return [token async for token in generator.submit(prompt, 8)]
-
-    async def main() -> list[list[int]]:
-        return await asyncio.gather(*map(read, PROMPTS))
-
-    for background in (False, True):
-        if background:
-            generator.start()
-        found = asyncio.run(main())
-        assert found == [alone(ctx, prompt, 8) for prompt in PROMPTS]
-    generator.close()
-
-
 def test_threads_submit_and_one_of_them_drives(ctx: LlamaContext) -> None:
     wanted = {prompt: alone(ctx, prompt, 12) for prompt in PROMPTS}
     for background in (False, True):
@@ -102,21 +94,6 @@ def test_threads_submit_and_one_of_them_drives(ctx: LlamaContext) -> None:
         generator.close()
 
 
-def test_stops_end_text_before_them(ctx: LlamaContext) -> None:
-    generator = BatchGenerator(ctx)
-    whole = generator.submit(PROMPTS[0], 20).wait()
-    stop = whole.text[7:12]
-    handle = generator.submit(PROMPTS[0], 20, stop=["never", stop]).wait()
-    assert handle.finish_reason == "stop"
-    assert handle.text == whole.text[: whole.text.index(stop)]
-    assert stop in ctx.model.detokenize(handle.tokens)
-    token = int(whole.tokens[4])
-    first = whole.tokens.tolist().index(token)
-    handle = generator.submit(PROMPTS[0], 20, stop=token).wait()
-    assert handle.tokens.tolist() == whole.tokens[: first + 1].tolist()
-    assert handle.text == ctx.model.detokenize(whole.tokens[:first])
-
-
 def test_log_probabilities_are_the_models(ctx: LlamaContext) -> None:
     handle = BatchGenerator(ctx).submit(PROMPTS[0], 5, Sampler(seed=4), logprobs=3).wait()
     sequence = LlamaSequence(ctx, PROMPTS[0])
@@ -128,6 +105,11 @@ def test_log_probabilities_are_the_models(ctx: LlamaContext) -> None:
         for one, value in found.items():
             assert abs(value - wanted[one]) < 1e-3
         sequence.append([token])
+    named = handle.token_logprobs
+    assert [one.token for one in named] == handle.tokens.tolist()
+    for one, rows in zip(named, handle.logprobs, strict=True):
+        assert {best.token: best.logprob for best in one.top}.items() <= rows.items()
+        assert one.text == ctx.model.token_to_piece(one.token).decode("utf-8", "replace")
     assert BatchGenerator(ctx).submit(PROMPTS[0], 2).wait().logprobs == []
 
 
@@ -143,17 +125,6 @@ def test_a_submitted_sequence_grows(ctx: LlamaContext) -> None:
     assert not sequence.is_closed
     more = generator.submit(sequence, 6).wait()
     assert [*handle.tokens, *more.tokens] == alone(ctx, PROMPTS[0], 12)
-
-
-def test_abort_ends_one_and_keeps_its_tokens(ctx: LlamaContext) -> None:
-    generator = BatchGenerator(ctx)
-    first, second = generator.submit(PROMPTS[0], 50), generator.submit(PROMPTS[1], 12)
-    for i, _ in enumerate(first):
-        if i == 3:
-            first.abort()
-    assert first.finish_reason == "aborted"
-    assert len(first.tokens) >= 4
-    assert second.wait().tokens.tolist() == alone(ctx, PROMPTS[1], 12)
 
 
 def test_an_error_of_one_request_leaves_the_others_alone(ctx: LlamaContext) -> None:
@@ -192,31 +163,6 @@ def test_what_fills_the_cache_alone_ends_full(stories: LlamaModel) -> None:
             assert one.finish_reason == "full"
             n = len(stories.tokenize(prompt))
             assert len(one.tokens) == 257 - n
-
-
-@pytest.mark.not_on_a_device(reason="a decode is stopped between its parts alone")
-def test_an_aborted_decode_loses_nothing(ctx: LlamaContext, make_context: Make) -> None:
-    ctx = make_context("llama", n_ctx=1024, n_seq_max=2)
-    prompt = np.random.default_rng(1).integers(5, 56, 900, dtype=np.int32)
-    with LlamaSequence(ctx, prompt) as sequence:
-        wanted = list(sequence.generate(5))
-    generator = BatchGenerator(ctx)
-    handle = generator.submit(prompt, 5)
-    stop = threading.Event()
-
-    def nag() -> None:
-        while not stop.is_set():
-            ctx.abort()
-
-    thread = threading.Thread(target=nag)
-    thread.start()
-    try:
-        with pytest.raises(DecodeAborted):
-            generator.run(progress=False)
-    finally:
-        stop.set()
-        thread.join()
-    assert handle.wait().tokens.tolist() == wanted
 
 
 def test_closing_ends_what_is_left(ctx: LlamaContext) -> None:
@@ -259,3 +205,193 @@ def test_arguments_are_checked(ctx: LlamaContext, make_context: Make) -> None:
     assert generator.submit("x", 0).finish_reason == "length"
     assert not generator.n_waiting
     generator.run()
+
+
+# How requests end, and text comes -----------------------------------------------------------------
+
+
+@pytest.fixture(params=["alone", "cache", "thread"])
+def generator(request: pytest.FixtureRequest, ctx: LlamaContext) -> Iterator[BatchGenerator]:
+    cache = PrefixCache(ctx) if request.param == "cache" else None
+    with BatchGenerator(ctx if cache is None else cache) as generator:
+        if request.param == "thread":
+            generator.start()
+        yield generator
+
+
+def is_empty(generator: BatchGenerator) -> bool:
+    """Wait until no request is left, as a step under way may need."""
+    for _ in range(500):
+        if generator.n_running + generator.n_waiting == 0:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_a_stream_is_the_text_in_pieces(generator: BatchGenerator) -> None:
+    right = generator.submit(TEXT, 24).wait().text
+    pieces = list(generator.submit(TEXT, 24).stream())
+    assert len(pieces) > 1
+    assert "".join(pieces) == right
+    stopped = generator.submit(TEXT, 24, stop=right[20:24])
+    assert "".join(stopped.stream()) == right[:20]
+    assert stopped.finish_reason == "stop"
+
+
+def test_async_streams_and_await(generator: BatchGenerator) -> None:
+    async def main() -> tuple[str, GenerationHandle, list[int]]:
+        pieces = [piece async for piece in generator.submit(TEXT, 12).stream()]
+        handle = await generator.submit(TEXT, 12)
+        return "".join(pieces), handle, [token async for token in generator.submit(TEXT, 12)]
+
+    text, handle, tokens = asyncio.run(main())
+    assert handle.finish_reason == "length"
+    assert handle.text == text
+    assert handle.tokens.tolist() == tokens
+
+
+def test_abort_shows_at_once(generator: BatchGenerator) -> None:
+    handles = [generator.submit(TEXT, 200) for _ in range(6)]
+    next(iter(handles[0]))
+    for handle in handles:
+        handle.abort()
+        assert handle.finish_reason == "aborted"
+        assert handle.wait() is handle
+    assert is_empty(generator)
+    assert {handle.finish_reason for handle in handles} == {"aborted"}
+    done = generator.submit(TEXT, 4).wait()
+    done.abort()
+    assert done.finish_reason == "length"
+
+
+def test_leaving_async_for_aborts(generator: BatchGenerator) -> None:
+    async def main() -> None:
+        for kind in ("tokens", "text"):
+            handle = generator.submit(TEXT, 500)
+            async for _ in handle if kind == "tokens" else handle.stream():
+                break
+            gc.collect()
+            assert handle.finish_reason == "aborted", kind
+
+    asyncio.run(main())
+    assert is_empty(generator)
+
+
+def test_cancelling_a_task_aborts(generator: BatchGenerator) -> None:
+    async def main() -> list[str | None]:
+        handles = [generator.submit(TEXT, 700) for _ in range(2)]
+
+        async def read() -> None:
+            async for _ in handles[0].stream():
+                pass
+
+        async def wait() -> None:
+            await handles[1]
+
+        tasks = [asyncio.create_task(read()), asyncio.create_task(wait())]
+        await asyncio.sleep(0.05)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return [handle.finish_reason for handle in handles]
+
+    assert set(asyncio.run(main())) <= {"aborted", "stop"}
+    assert is_empty(generator)
+
+
+def test_dropping_a_handle_aborts(generator: BatchGenerator) -> None:
+    kept = generator.submit(TEXT, 8)
+    generator.submit(TEXT, 900)
+    samples = generator.submit(TEXT, 900, Sampler(seed=1), n=3)
+    assert isinstance(samples, list)
+    del samples
+    for _ in generator.submit(TEXT, 900):
+        break
+    gc.collect()
+    assert kept.wait().finish_reason == "length"
+    assert is_empty(generator)
+
+
+def test_a_sequence_of_the_caller_goes_on_without_a_handle(ctx: LlamaContext) -> None:
+    with LlamaSequence(ctx, TEXT) as sequence, BatchGenerator(ctx) as generator:
+        n = len(sequence)
+        generator.submit(sequence, 5)
+        gc.collect()
+        generator.run()
+        assert len(sequence) == n + 5
+
+
+def test_steps_tell_of_handles_that_are_there(ctx: LlamaContext) -> None:
+    with LlamaSequence(ctx, TEXT) as sequence, BatchGenerator(ctx) as generator:
+        kept = generator.submit(TEXT, 4)
+        generator.submit(sequence, 4)
+        made = [pair for _ in range(6) for pair in generator.step()]
+        assert [token for handle, token in made if handle is kept] == kept.tokens.tolist()
+        # The sequence goes on, and `while generator.step()` sees that.
+        others = [token for handle, token in made if handle is not kept]
+        assert others == sequence.tokens[-4:].tolist()
+        with LlamaSequence(ctx, TEXT) as other:
+            generator.submit(TEXT, 4)
+            generator.submit(other, 3)
+            assert sum(len(generator.step()) for _ in range(5)) == 3
+
+
+def test_without_a_limit_it_goes_on_to_the_end_of_the_context(stories: LlamaModel) -> None:
+    never = Sampler(temperature=0, logit_bias={t: -1e6 for t in range(3)})
+    with LlamaContext(stories, n_ctx=256, n_seq_max=1, n_threads=1) as ctx:
+        with LlamaSequence(ctx, TEXT) as sequence:
+            n = len(sequence)
+            generation = sequence.generate(sampler=never)
+            assert len(list(generation)) == 256 - n + 1
+            assert generation.finish_reason == "full"
+        with LlamaSequence(ctx, TEXT) as sequence:
+            stream = sequence.stream(None, never, stop=None)
+            assert "".join(stream)
+            assert stream.finish_reason == "full"
+        with BatchGenerator(ctx) as generator:
+            handle = generator.submit(TEXT, sampler=never, stop=None)
+            assert handle.wait().finish_reason == "full"
+            assert len(handle.tokens) == 256 - n + 1
+
+
+def test_a_dropped_generator_ends_its_thread(make_context: Make) -> None:
+    ctx = make_context("llama")
+    for n in (0, 200):
+        generator = BatchGenerator(ctx)
+        generator.start()
+        thread = generator._thread
+        assert thread is not None
+        if n:
+            generator.submit(words(1, 10), n)
+        dropped = weakref.ref(generator)
+        del generator
+        deadline = time.monotonic() + 30
+        while thread.is_alive() and time.monotonic() < deadline:
+            gc.collect()
+            thread.join(0.2)
+        assert not thread.is_alive()
+        gc.collect()
+        assert dropped() is None
+    assert not ctx.sequences()
+
+
+def test_a_step_within_a_step_is_refused(make_context: Make) -> None:
+    ctx = make_context("llama")
+    generator = BatchGenerator(ctx)
+    handle = generator.submit(words(1, 9), 9)
+    errors: list[BaseException] = []
+
+    def look(frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call" and frame.f_code.co_name == "_step" and not errors:
+            try:
+                generator.step()
+            except ReentryError as error:
+                errors.append(error)
+
+    sys.setprofile(look)
+    try:
+        generator.step()
+    finally:
+        sys.setprofile(None)
+    assert len(errors) == 1
+    assert len(handle.wait().tokens) <= 9

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
-import numpy as np
 import pytest
 
 from memory.kit import Make
@@ -59,13 +57,3 @@ def test_it_is_off_without_a_terminal_or_rich(
     assert len(generator._schedule) == 3, "nothing was done"
     assert capfd.readouterr() == ("", "")
     generator.run(progress=False)
-
-
-@pytest.mark.parametrize("value", [1, 0, "no", "", [True], 0.5])
-def test_what_is_no_flag_is_refused(value: Any, make_context: Make) -> None:
-    generator = submit(make_context("llama"))
-    with pytest.raises(TypeError, match="progress must be True or False"):
-        generator.run(progress=value)
-    assert generator.n_waiting == 3, "and nothing is done"
-    generator.run(progress=np.False_)  # type: ignore[arg-type]
-    assert not generator.n_waiting

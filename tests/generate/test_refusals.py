@@ -1,8 +1,10 @@
-"""What cannot be done ends one request, or is refused when it is asked for; the others go on."""
+"""What cannot be done ends one request, or is refused when it is asked for; others go on."""
 
 from __future__ import annotations
 
-import numpy as np
+import gc
+from pathlib import Path
+
 import pytest
 
 from memory.kit import Fresh, Make, apart, words
@@ -11,16 +13,17 @@ from pykvcache import (
     LlamaContext,
     LlamaModel,
     LlamaSequence,
+    PrefixCache,
     Sampler,
-    embedded_model_path,
 )
 from pykvcache.errors import (
     ArgumentError,
-    InvalidBatch,
+    ClosedError,
     NoKvCacheSlot,
     OutOfRangeError,
     PositionError,
 )
+from support.models import EXACT, make_model
 
 
 def endless(ctx: LlamaContext) -> Sampler:
@@ -120,29 +123,6 @@ def test_samples_without_an_id_share_one_state(make_context: Make) -> None:
         assert sample.tokens.tolist() == list(fork.generate(5, Sampler(temperature=1, seed=3 + i)))
 
 
-def test_text_that_is_read_at_every_token_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with LlamaModel(embedded_model_path()) as model, LlamaContext(model, n_threads=1) as ctx:
-        generator = BatchGenerator(ctx)
-        sampler = Sampler(temperature=5, top_k=0, top_p=1, min_p=0, seed=3)
-        plain, stopped = generator.submit("One", 60, sampler), generator.submit("Two", 60, stop="Q")
-        read = LlamaModel.token_to_piece
-        pieces: list[int] = []
-        monkeypatch.setattr(
-            LlamaModel, "token_to_piece", lambda self, t: (pieces.append(t), read(self, t))[1]
-        )
-        before = ""
-        for _ in plain:
-            assert plain.text.startswith(before)
-            before = plain.text
-        generator.run(progress=False)
-        texts = plain.text, stopped.text
-        # The one with a stop string is read once more: to find the stop.
-        assert len(pieces) <= len(plain.tokens) + 2 * len(stopped.tokens)
-        whole = b"".join(read(model, t) for t in plain.tokens.tolist())
-        assert texts[0] == whole.decode("utf-8", "replace")
-    assert (plain.text, stopped.text) == texts, "also when the model is closed"
-
-
 def test_a_request_for_no_tokens_leaves_nothing(make_context: Make) -> None:
     ctx = make_context("llama")
     sequence = LlamaSequence(ctx, [5, 6])
@@ -152,25 +132,102 @@ def test_a_request_for_no_tokens_leaves_nothing(make_context: Make) -> None:
     assert {handle.finish_reason for handle in handles} == {"length"}
 
 
-@pytest.mark.parametrize("at", [0, 5, 8])
-@pytest.mark.parametrize("wrong", [-1, -(2**31), 2**31 - 1, None])
-def test_a_token_outside_the_vocabulary_is_named(
-    wrong: int | None, at: int, make_context: Make
+@pytest.mark.hazard("N67")
+@pytest.mark.parametrize("how", ["aborted", "error"])
+def test_the_first_sample_that_ends_early_leaves_the_others(how: str, make_context: Make) -> None:
+    ctx = make_context("llama")
+    generator = BatchGenerator(ctx, n_chunk=8)
+    prompt = LlamaSequence(ctx, words(1, 30))
+    samples = generator.submit(prompt, 4, n=4)
+    assert isinstance(samples, list)
+    generator.step()
+    if how == "aborted":
+        samples[0].abort()
+        samples[2].abort()
+    else:
+        prompt.close()
+    generator.run()
+    assert [len(sample.tokens) for sample in samples[1::2]] == [4, 4]
+    assert samples[0].finish_reason == how
+    assert not len(samples[0].tokens)
+    if how == "aborted":
+        assert samples[2].finish_reason == how
+        assert not len(samples[2].tokens)
+    alone = list(LlamaSequence(make_context("llama"), words(1, 30)).generate(4))
+    assert samples[1].tokens.tolist() == alone
+
+
+@pytest.mark.hazard("N67")
+def test_samples_stay_in_the_namespace_of_their_prompt(make_context: Make) -> None:
+    ctx = make_context("llama")
+    cache = PrefixCache(ctx, block_size=8)
+    generator = BatchGenerator(cache)
+    prompt = words(1, 40)
+    theirs = cache.sequence(prompt, namespace="theirs")
+    samples = generator.submit(theirs, 3, n=3)
+    assert isinstance(samples, list)
+    generator.run()
+    assert cache.sequence(prompt).reuse.evaluated == 40
+    mine = LlamaSequence(ctx, words(2, 40))
+    forks = generator.submit(mine, 3, n=3)
+    generator.run()
+    del forks
+    assert cache.sequence(words(2, 40)).reuse.evaluated == 40
+
+
+@pytest.mark.hazard("N68")
+@pytest.mark.parametrize("unified", [True, False])
+def test_a_generator_between_steps_makes_room(
+    unified: bool, make_context: Make, fresh_logits: Fresh
 ) -> None:
-    ctx = make_context("llama", n_seq_max=2)
+    """Requests that run are idle between two steps: a sequence or another generator may go on."""
+    ctx = make_context("llama", n_ctx=256, n_seq_max=2, kv_unified=unified)
+    one, other = BatchGenerator(ctx), BatchGenerator(ctx)
+    first = [one.submit(words(i, 40), 30) for i in range(2)]
+    second = [other.submit(words(9 + i, 40), 30) for i in range(2)]
+    sequence = LlamaSequence(ctx, words(5, 50))
+    for _ in range(3):
+        one.step()
+        other.step()
+        wanted = fresh_logits("llama", sequence.tokens)
+        assert apart(sequence.logits(), wanted) < 1e-3
+        sequence.append(words(7, 1))
+    one.run()
+    other.run()
+    with make_context("llama", n_seq_max=1) as lonely:
+        for i, handle in [*enumerate(first), *enumerate(second, 9)]:
+            alone = LlamaSequence(lonely, words(i, 40))
+            assert handle.finish_reason == "length"
+            assert handle.tokens.tolist() == list(alone.generate(30))
+            alone.close()
+
+
+@pytest.mark.hazard("N68")
+def test_a_dropped_generator_holds_no_sequence(make_context: Make) -> None:
+    ctx = make_context("llama", n_seq_max=1)
+    sequence = LlamaSequence(ctx, words(1, 20))
     generator = BatchGenerator(ctx)
-    bad = ctx.model.n_vocab if wrong is None else wrong
-    prompt = words(1, 9)
-    prompt[at] = bad
-    sequence = LlamaSequence(ctx)
-    for given in (prompt, np.array(prompt, np.int32), np.array(prompt, np.int64)):
-        for call in (
-            lambda one=given: generator.submit(one, 3),
-            lambda one=given: sequence.append(one),
-        ):
-            with pytest.raises(InvalidBatch, match=rf"token {bad} \(at {at}\)") as caught:
-                call()
-            assert caught.value.value == bad
-    assert (len(sequence), generator.n_waiting) == (0, 0)
-    prompt[at] = ctx.model.n_vocab - 1
-    assert len(generator.submit(prompt, 3, endless(ctx)).wait().tokens) == 3
+    generator.submit(sequence, 100)
+    generator.step()
+    del generator
+    gc.collect()
+    LlamaSequence(ctx, words(2, 20)).evaluate()
+    assert sequence.is_parked
+
+
+def test_a_request_whose_model_is_closed_ends_alone(model_folder: Path) -> None:
+    model = LlamaModel(make_model("llama", model_folder))
+    with LlamaContext(model, n_ctx=256, n_threads=1, **EXACT) as context:
+        alone = BatchGenerator(context).submit([7, 8], 6).wait().tokens.tolist()
+        generator = BatchGenerator(context)
+        stops, plain = generator.submit([5, 6], 6, stop=["?"]), generator.submit([7, 8], 6)
+        aborted = generator.submit([9], 6, stop=["?"])
+        generator.step()
+        model.close()
+        aborted.abort()
+        generator.run(progress=False)
+        assert plain.tokens.tolist() == alone
+        assert aborted.finish_reason == "aborted"
+        assert stops.finish_reason == "error"
+        with pytest.raises(ClosedError, match="the model is closed"):
+            stops.wait()

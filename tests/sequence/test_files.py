@@ -1,4 +1,4 @@
-"""Sequences in files: tokens, pending ones, and what was evaluated."""
+"""Sequences in files: tokens, pending ones, what was evaluated, and metadata."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from memory.kit import CASES, Case, Logits, Make, apart
-from pykvcache import LlamaSequence, SequenceState
+from pykvcache import LlamaModel, LlamaSequence, SequenceState
 from pykvcache.errors import (
     StateError,
     StateLayoutMismatch,
@@ -98,16 +98,40 @@ def test_other_types_are_converted_where_that_is_asked_for(
     assert apart(loaded.logits(), fresh_logits("llama", tokens)) < 0.01
 
 
-def test_a_folder_that_is_missing_is_named(make_context: Make, tmp_path: Path) -> None:
-    path = tmp_path / "none" / "s"
-    with pytest.raises(FileNotFoundError, match=f"there is no folder {tmp_path / 'none'}") as error:
-        LlamaSequence(make_context("llama"), [5, 6]).save(path)
-    assert error.value.filename == str(path)
-
-
 def test_memories_without_states_cannot_be_saved(make_context: Make, tmp_path: Path) -> None:
     ctx = make_context("deepseek4", kv_unified=False)
     sequence = LlamaSequence(ctx, [5, 6, 7])
     sequence.evaluate()
     with pytest.raises(UnsupportedOperation):
         sequence.save(tmp_path / "s")
+
+
+MESSAGES = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def test_a_loaded_sequence_has_its_metadata(make_context: Make, tmp_path: Path) -> None:
+    ctx = make_context("llama")
+    with LlamaSequence(ctx, [5, 6, 7]) as sequence:
+        assert sequence.metadata is None
+        sequence.save(tmp_path / "plain.kv")
+        sequence.save(tmp_path / "with.kv", MESSAGES)
+    assert LlamaSequence.load(ctx, tmp_path / "plain.kv").metadata is None
+    loaded = LlamaSequence.load(ctx, tmp_path / "with.kv")
+    assert loaded.metadata == MESSAGES
+    assert loaded.fork().metadata is None
+
+
+def test_a_file_of_another_model_is_named_so(
+    stories: LlamaModel, make_context: Make, tmp_path: Path
+) -> None:
+    """Tokens that this model lacks are no damage."""
+    one, other = make_context(stories), make_context("llama")
+    assert other.model.n_vocab < one.model.n_vocab
+    with LlamaSequence(one, [one.model.n_vocab - 1] * 4) as sequence:
+        sequence.logits()
+        sequence.append([one.model.n_vocab - 2])
+        sequence.save(tmp_path / "a.kv")
+    with pytest.raises(StateModelMismatch):
+        LlamaSequence.load(other, tmp_path / "a.kv")
+    assert one.fingerprint.model != other.fingerprint.model
+    one.fingerprint.check(make_context(stories).fingerprint)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from memory.kit import Make
-from pykvcache import LlamaContext, LlamaModel, LlamaSequence, Sampler
+from pykvcache import LlamaContext, LlamaModel, LlamaSequence
 from pykvcache.errors import InvalidBatch, NoKvCacheSlot, PositionError
 
 PROMPT = "Once upon a time"
@@ -44,50 +44,6 @@ def test_chained_calls_break_and_exceptions_lose_nothing(ctx: LlamaContext) -> N
             raise ZeroDivisionError
     assert seq.tokens[n:].tolist() == wanted[:11]
     assert list(seq.generate(9)) == wanted[11:20]
-
-
-def test_a_stop_string_is_in_the_tokens_and_not_in_the_text(ctx: LlamaContext) -> None:
-    seq = LlamaSequence(ctx, PROMPT)
-    whole = seq.fork()
-    text = "".join(whole.stream(30))
-    for stop in (text[3:5], text[9:17], text[5:6]):
-        one, two = seq.fork(), seq.fork()
-        tokens = one.generate(30, stop=stop)
-        found = list(tokens)
-        assert tokens.finish_reason == "stop"
-        assert one.tokens[len(seq) :].tolist() == found
-        made = ctx.model.detokenize(found)
-        assert stop in made
-        assert stop not in ctx.model.detokenize(found[:-1])
-        stream = two.stream(30, stop=["never there", stop])
-        parts = list(stream)
-        assert stream.finish_reason == "stop"
-        assert "".join(parts) == text[: text.index(stop)]
-        assert two.tokens.tolist() == one.tokens.tolist()
-
-
-def test_a_stop_token_ends_it_and_is_kept(ctx: LlamaContext) -> None:
-    seq = LlamaSequence(ctx, PROMPT)
-    wanted = list(seq.fork().generate(6))
-    tokens = seq.generate(30, stop=[wanted[3]])
-    first = wanted.index(wanted[3])
-    assert list(tokens) == wanted[: first + 1]
-    assert tokens.finish_reason == "stop"
-
-
-def test_an_end_of_generation_token_is_neither_yielded_nor_kept(ctx: LlamaContext) -> None:
-    model = ctx.model
-    assert model.token_eos is not None
-    bias = 'root ::= "a" "b"'
-    sampler = Sampler(temperature=0, grammar=bias, model=model)
-    seq = LlamaSequence(ctx, PROMPT)
-    n = len(seq)
-    tokens = seq.generate(50, sampler)
-    found = list(tokens)
-    assert tokens.finish_reason == "stop"
-    assert model.detokenize(found) == "ab"
-    assert seq.tokens[n:].tolist() == found
-    assert not any(model.is_eog(token) for token in found)
 
 
 def test_a_full_cache_raises_stops_or_shifts(ctx: LlamaContext) -> None:
@@ -127,16 +83,6 @@ def test_shifting_where_the_memory_cannot_shift_evaluates_again(make_context: Ma
     gen = seq.generate(600, on_full="shift")
     assert len(list(gen)) == 600 or gen.finish_reason == "stop"
     assert len(seq) <= 257
-
-
-def test_bytes_of_a_character_are_given_out_together(make_context: Make) -> None:
-    ctx = make_context("llama", n_ctx=256)
-    seq = LlamaSequence(ctx, np.arange(5, 15, dtype=np.int32))
-    n = len(seq)
-    parts = list(seq.stream(60, Sampler(temperature=5, top_k=0, top_p=1, min_p=0, seed=3)))
-    pieces = b"".join(ctx.model.token_to_piece(int(t)) for t in seq.tokens[n:])
-    assert "".join(parts) == pieces.decode("utf-8", "replace")
-    assert all(parts)
 
 
 def test_arguments_are_checked_by_the_call(ctx: LlamaContext) -> None:

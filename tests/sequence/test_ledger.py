@@ -107,19 +107,6 @@ def test_text_ends_before_the_first_stop_string(
         assert text[len(given_out) :].startswith(stream.stopped or "")
 
 
-def test_nothing_of_a_stop_string_shows_before_it_is_certain() -> None:
-    stream = TextStream(["<end>"])
-    assert [stream.feed(p) for p in (b"a<", b"en", b"x<e", b"nd", b">b")] == [
-        "a",
-        "",
-        "<enx",
-        "",
-        "",
-    ]
-    assert stream.stopped == "<end>"
-    assert stream.finish() == ""
-
-
 def test_what_is_not_a_stop_raises() -> None:
     assert Stop.of("x", 10) == Stop(("x",))
     assert Stop.of(3, 10) == Stop((), frozenset([3]))

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
-import numpy as np
 import pytest
 
-from memory.kit import Fresh, Make, apart, words
+from memory.kit import Make, words
 from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, Sampler
 from pykvcache.errors import ClosedError, NoKvCacheSlot, OvertakenError, UnsupportedOperation
-from support.builds import PLAIN
 
 
 def ends(ctx: LlamaContext) -> dict[int, float]:
@@ -51,36 +48,6 @@ def test_the_newest_generation_goes_on(ctx: LlamaContext) -> None:
     ).decode("utf-8", "replace")
 
 
-def test_the_same_from_two_threads(ctx: LlamaContext, fresh_logits: Fresh) -> None:
-    sequence = LlamaSequence(ctx, words(1, 9))
-    barrier = threading.Barrier(2)
-    found: dict[int, list[int]] = {0: [], 1: []}
-    ends: list[str] = []
-
-    def work(who: int) -> None:
-        tokens = sequence.generate(40, hot(who, ctx))
-        barrier.wait(30)
-        try:
-            for token in tokens:
-                found[who].append(token)
-            ends.append("length")
-        except OvertakenError:
-            ends.append("overtaken")
-
-    threads = [threading.Thread(target=work, args=(who,)) for who in found]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    tokens = sequence.tokens[9:].tolist()
-    assert sorted(tokens) == sorted(found[0] + found[1])
-    assert ends.count("length") >= 1
-    # Each has a piece of its own, in one.
-    first = 0 if tokens[: len(found[0])] == found[0] else 1
-    assert tokens == found[first] + found[1 - first]
-    assert apart(sequence.logits(), fresh_logits("llama", sequence.tokens)) < 1e-3
-
-
 @pytest.mark.hazard("N100")
 def test_threads_share_one_generation(ctx: LlamaContext) -> None:
     sequence = LlamaSequence(ctx, words(1, 9))
@@ -117,53 +84,6 @@ def test_requests_and_generations_of_one_sequence(ctx: LlamaContext) -> None:
     assert beside.finish_reason == "length"
     n = len(first.tokens) + len(second.tokens)
     assert sequence.tokens[-n:].tolist() == [*first.tokens, *second.tokens]
-
-
-def test_forks_of_a_sequence_that_is_streamed(ctx: LlamaContext, make_context: Make) -> None:
-    sequence = LlamaSequence(ctx, words(1, 9))
-    alone = LlamaSequence(make_context("llama"), words(1, 9))
-    wanted = list(alone.generate(30, hot(1, ctx)))
-    generator = BatchGenerator(ctx)
-    handles = []
-    for i, token in enumerate(sequence.generate(30, hot(1, ctx))):
-        assert token == wanted[i]
-        if i % 7 == 0:
-            handles.append((i + 1, generator.submit(sequence.fork(), 6, hot(i, ctx), n=1 + i % 2)))
-        generator.step()
-    generator.run()
-    for at, submitted in handles:
-        for i, handle in enumerate(submitted if isinstance(submitted, list) else [submitted]):
-            alone.sync(words(1, 9) + wanted[:at])
-            assert handle.tokens.tolist() == list(alone.generate(6, hot(at - 1 + i, ctx)))
-
-
-def test_edits_in_the_middle_of_a_stream(ctx: LlamaContext, fresh_logits: Fresh) -> None:
-    """The next token follows the tokens that stand there then."""
-    sequence = LlamaSequence(ctx, words(1, 9))
-    tokens = words(1, 9)
-    edits: dict[int, Callable[[], object]] = {
-        3: lambda: (sequence.truncate(10), tokens.__delitem__(slice(10, None))),
-        6: lambda: (sequence.append([7, 8]), tokens.extend([7, 8])),
-        9: sequence.park,
-        12: lambda: (sequence.sync([5, 6]), tokens.__setitem__(slice(None), [5, 6])),
-        15: lambda: LlamaSequence(ctx, words(3, 250)).evaluate(),
-        18: (lambda: None) if PLAIN else ctx.kv_cache_compact,
-    }
-    greedy = Sampler(temperature=0, logit_bias=ends(ctx))
-    for i, token in enumerate(sequence.generate(24, greedy)):
-        row = fresh_logits("llama", tokens).copy()
-        row[list(ends(ctx))] = -np.inf
-        assert row[token] > row.max() - 1e-3
-        tokens.append(token)
-        assert sequence.tokens.tolist() == tokens
-        edits.get(i, lambda: None)()
-    stream = sequence.stream(50, hot(1, ctx))
-    next(stream)
-    sequence.truncate(0)
-    with pytest.raises(ValueError, match="no tokens"):
-        next(stream)
-    sequence.append([5])
-    assert next(stream)
 
 
 @pytest.mark.parametrize("what", ["sequence", "context"])

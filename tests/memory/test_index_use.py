@@ -137,7 +137,7 @@ def test_contexts_that_use_the_index_continue_from_each_others_states(make_minim
 
 
 def test_blocks_go_only_to_contexts_of_the_same_way(make_minimax: Make, tmp_path: Path) -> None:
-    ways = ASKS | {"one pool": DENSE["one pool"]}
+    ways = {**ASKS, **DENSE}
     head = words(7, 6 * SIZE)
     found: dict[tuple[str, str], int] = {}
     for i, (writer, how) in enumerate(ways.items()):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from memory.kit import CASES, Case, Logits, Make, apart
+from memory.kit import Logits, Make, apart
 from pykvcache import CheckpointPolicy, LlamaSequence
 from pykvcache.sequence.pool import pool_of
 
@@ -53,22 +53,3 @@ def test_checkpoints_keep_to_their_budget(
     none = LlamaSequence(ctx, tokens, checkpoints=CheckpointPolicy(max_bytes=0))
     none.evaluate()
     assert not list(none._cells.points)
-
-
-@pytest.mark.parametrize("case", [c for c in CASES if c.name != "t5"], ids=str)
-def test_a_checkpoint_spares_the_evaluation_of_what_lies_before_it(
-    case: Case, make_context: Make
-) -> None:
-    ctx = make_context(case.name, **(case.options | {"n_seq_max": 2}))
-    tokens = np.random.default_rng(3).integers(5, case.n_vocab - 2, 90, dtype=np.int32)
-    sequence = LlamaSequence(ctx, tokens[:80])
-    sequence.evaluate()
-    sequence.append(tokens[80:])
-    sequence.evaluate()
-    before = ctx.tokens_evaluated
-    assert before == 90
-    sequence.sync(tokens[:80])
-    sequence.append(tokens[:1])
-    sequence.evaluate()
-    again = ctx.tokens_evaluated - before
-    assert again == 1 if case.info.can_cache else again in (1, 81)

@@ -7,9 +7,9 @@ import os
 import numpy as np
 import pytest
 
-from memory.kit import CASES, SHIFTABLE, Case, Fresh, Make, apart
+from memory.kit import SHIFTABLE, Case, Make, apart
 from pykvcache import LlamaContext, LlamaSequence, Sampler
-from pykvcache.errors import NoKvCacheSlot, UnsupportedOperation
+from pykvcache.errors import NoKvCacheSlot
 from sequence.shadow import Shadow
 
 # Windows may have lost cells: what is evaluated again then is a fresh run.
@@ -150,39 +150,3 @@ def test_a_shift_that_keeps_everything_raises(make_context: Make) -> None:
     with pytest.raises(NoKvCacheSlot, match="n_keep=256"):
         next(sequence.generate(1, on_full="shift", n_keep=256))
     assert len(sequence) == 257
-
-
-@pytest.mark.parametrize("forked", [False, True], ids=["alone", "forked"])
-@pytest.mark.parametrize("case", [c for c in CASES if c.name != "t5"], ids=str)
-def test_discard_is_what_a_context_does_that_dropped_and_shifted(
-    case: Case, forked: bool, make_context: Make, fresh_logits: Fresh
-) -> None:
-    ctx = make_context(case.name, **(case.options | {"n_seq_max": 3}))
-    tokens = np.random.default_rng(4).integers(5, case.n_vocab - 2, 40, dtype=np.int32)
-    rest = np.concatenate([tokens[:10], tokens[22:]])
-    sequence = LlamaSequence(ctx, tokens)
-    sequence.evaluate()
-    fork = sequence.fork() if forked else None  # shared cells cannot be moved
-    expected = fresh_logits(case.name, rest)
-    try:
-        sequence.discard(10, 22)
-    except UnsupportedOperation:
-        # A window's state has not all of its cells.
-        shiftable = case.info.can_shift and case.info.can_remove_partial and case.swa_full
-        assert not shiftable or (forked and case.info.n_swa)
-        assert sequence.tokens.tolist() == tokens.tolist()
-        assert sequence.n_evaluated == 40
-        sequence.discard(10, 22, reevaluate=True)
-    else:
-        assert sequence.n_evaluated == 28
-        # By hand, in the context's words.
-        ctx.decode(tokens, seq_id=0)
-        ctx.remove(0, 10, 22)
-        ctx.clear_kv_cache_seq(0, 27)
-        ctx.decode(tokens[-1:], seq_id=0)
-        expected = ctx.logits()
-        assert apart(expected, fresh_logits(case.name, rest)) > 10 * case.tolerance
-    assert sequence.tokens.tolist() == rest.tolist()
-    assert apart(sequence.logits(), expected) < case.tolerance
-    if fork is not None:
-        assert apart(fork.logits(), fresh_logits(case.name, tokens)) < case.tolerance

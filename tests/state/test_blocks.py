@@ -62,23 +62,26 @@ def test_cells_that_the_next_token_sees_are_enough(case: Case, bench: MakeBench)
     b.check(0, 1, 2, n=2)
     b.feed(1, 40)
     b.check(1)
-    for unified, swa_full in ((case.unified, not case.swa_full), (not case.unified, case.swa_full)):
-        if not (case.info.can_unify if unified else case.info.can_stream):
-            continue
-        other = bench(replace(case, unified=unified, swa_full=swa_full), n_ctx=1024, n_seq_max=2)
-        other.ctx.native.set_blocks(1, *_moved(parts, other.ctx))
-        # The very bytes: they depend on none of these options.
-        *again, _, state = parts_of(other.ctx, 1, 400)
-        for mine, theirs in zip(parts[:2], again, strict=True):
-            for (one, *_), (two, *_) in zip(mine, theirs, strict=True):
-                np.testing.assert_array_equal(one, two)
-        if state is not None:
-            np.testing.assert_array_equal(state.content, parts[3].content)
-        other.held[1] = tokens.copy()
-        other.check(1, n=2)
-        assert other.ctx.native.block_layout("window").cell_bytes == (
-            b.ctx.native.block_bytes("window")
-        )
+    for unified in (True, False):
+        for swa_full in (True, False):
+            if not (case.info.can_unify if unified else case.info.can_stream):
+                continue
+            other = bench(
+                replace(case, unified=unified, swa_full=swa_full), n_ctx=1024, n_seq_max=2
+            )
+            other.ctx.native.set_blocks(1, *_moved(parts, other.ctx))
+            # The very bytes: they depend on none of these options.
+            *again, _, state = parts_of(other.ctx, 1, 400)
+            for mine, theirs in zip(parts[:2], again, strict=True):
+                for (one, *_), (two, *_) in zip(mine, theirs, strict=True):
+                    np.testing.assert_array_equal(one, two)
+            if state is not None:
+                np.testing.assert_array_equal(state.content, parts[3].content)
+            other.held[1] = tokens.copy()
+            other.check(1, n=2)
+            assert other.ctx.native.block_layout("window").cell_bytes == (
+                b.ctx.native.block_bytes("window")
+            )
 
 
 def _moved(parts: Any, ctx: LlamaContext) -> Any:
@@ -137,6 +140,36 @@ def _first_held(ctx: LlamaContext, seq: int, end: int) -> int:
     while first and first - 1 in held:
         first -= 1
     return first
+
+
+@pytest.mark.parametrize("case", WINDOWED, ids=str)
+def test_spare_window_cells_are_restored_if_they_fit(case: Case, bench: MakeBench) -> None:
+    b = bench(case, **LONG, n_seq_max=2)
+    native, n = b.ctx.native, 400
+    tokens = b.feed(0, n).tolist()
+    first, _ = native.window_range(0)
+    parts = parts_of(b.ctx, 0, n, window_first=first)
+    b.ctx.clear_kv_cache_seq(0)
+    b.held[0] = []
+    for others in (0, 200):
+        if others:
+            b.feed(0, others)
+        native.set_blocks(1, *parts)
+        b.held[1] = tokens.copy()
+        got, end = native.window_range(1)
+        assert end == n
+        assert first <= got <= native.window_needed(n)
+        if case.swa_full or not others:
+            # Also in a small cache: its old cells were its own, and others keep their window.
+            assert got <= max(first, n - (224 if case.unified else 256))
+        if case.info.can_remove_partial:
+            left = native.least_cut(got)
+            assert b.ctx.clear_kv_cache_seq(1, left)
+            b.held[1] = tokens[:left]
+        b.check(n=2)
+        b.feed(0, 60)
+        b.feed(1, 60)
+        b.check()
 
 
 @pytest.mark.parametrize("case", WITH_STATES, ids=str)
@@ -213,6 +246,22 @@ def test_a_state_is_its_bytes_and_says_where_it_ends(case: Case, bench: MakeBenc
     b.check()
 
 
+def test_a_part_of_a_block_counts(bench: MakeBench) -> None:
+    for case in WITH_STATES:
+        if case.info.has_recurrent_state or not case.swa_full:
+            continue
+        b = bench(case, n_seq_max=3)
+        tokens = b.feed(0, 20)
+        attention, window, *_ = parts_of(b.ctx, 0, 20, window_first=0)
+        cut = [
+            [*blocks[:1], (blocks[1][0], SIZE, 3)] if blocks else []
+            for blocks in (attention, window)
+        ]
+        b.ctx.native.set_blocks(1, *cut)
+        b.held[1] = tokens[:11].tolist()
+        b.check(0, 1, n=2)
+
+
 def test_cells_that_are_not_there_and_bytes_that_do_not_fit(bench: MakeBench) -> None:
     case = next(c for c in WITH_STATES if c.name == "llama" and c.unified)
     b = bench(case, n_seq_max=3)
@@ -245,13 +294,17 @@ def test_cells_that_are_not_there_and_bytes_that_do_not_fit(bench: MakeBench) ->
     with pytest.raises(NoKvCacheSlot):
         native.set_blocks(0, blocks * 200)
     np.testing.assert_array_equal(b.ctx.get_state(0), before)
-    recurrent = bench(next(c for c in WITH_STATES if c.name == "mamba"))
-    recurrent.feed(0, 5)
+
+
+def test_memories_without_blocks(bench: MakeBench) -> None:
+    recurrent = next(c for c in WITH_STATES if c.name == "mamba")
+    b = bench(recurrent)
+    b.feed(0, 5)
     for part in ("attention", "window"):
-        assert recurrent.ctx.native.block_bytes(part) == 0
+        assert b.ctx.native.block_bytes(part) == 0
         with pytest.raises(UnsupportedOperation):
-            recurrent.ctx.native.get_block(0, 0, 1, np.zeros(8, np.uint8), part)
-    assert recurrent.ctx.native.window_range(0) == (0, 5)
+            b.ctx.native.get_block(0, 0, 1, np.zeros(8, np.uint8), part)
+    assert b.ctx.native.window_range(0) == (0, 5)
 
 
 @pytest.mark.parametrize("part", ["attention", "window"])
@@ -348,3 +401,37 @@ def _check_layout(b: Bench, part: str) -> None:
     for n in (-1, 2**31):
         with pytest.raises(ValueError, match="n"):
             layout.is_good(data, n)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])
+@pytest.mark.parametrize("flash_attn", ["disabled", "enabled"])
+def test_large_copies_are_shared_by_threads(
+    flash_attn: str, unified: bool, threads: int, make_context: Callable[..., LlamaContext]
+) -> None:
+    """From 512 KiB on two threads copy; every byte comes back, and NaN is found by either."""
+    options = {"n_ctx": 8192, "n_seq_max": 2, "kv_unified": unified, "flash_attn": flash_attn}
+    ctx = make_context("llama", **options, n_threads=threads, type_k="f16", type_v="f16")
+    native = ctx.native
+    size, n = 64, 60
+    rng = np.random.default_rng(5)
+    shape = n, native.block_bytes() * size // 2
+    blocks = rng.uniform(-1, 1, shape).astype(np.float16).view(np.uint8)
+    assert blocks.nbytes > 512 << 10  # WORTH_A_THREAD
+    for _ in range(3):
+        native.seq_rm(0, None, None)
+        native.set_blocks(0, [(block, size, size) for block in blocks])
+        out = np.empty_like(blocks)
+        assert native.get_blocks(0, 0, size, list(out))
+        np.testing.assert_array_equal(out, blocks)
+        state = native.get_state(0, None)
+        native.set_state(1, [state], None)
+        assert native.get_blocks(1, 0, size, list(out))
+        np.testing.assert_array_equal(out, blocks)
+    for at in rng.integers(0, n, 4):
+        spoiled = blocks.copy()
+        spoiled[at, rng.integers(0, shape[1]) * 2 + 1] = 0x7F
+        native.set_blocks(1, [(block, size, size) for block in spoiled], known_values=True)
+        with pytest.raises(StateDamaged):
+            native.get_blocks(1, 0, size, list(out))
+    assert not native.get_blocks(0, size, size, list(out))  # the last block is not there

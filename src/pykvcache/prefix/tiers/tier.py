@@ -366,7 +366,7 @@ class Notices:
             return keys
 
     def forget(self) -> None:
-        """Forget what was sent: everything was said to be cleared."""
+        """Forget what was sent, once the events told that everything was cleared."""
         with self._lock:
             self._known.clear()
 

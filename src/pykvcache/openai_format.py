@@ -88,8 +88,8 @@ def schema_of(response_format: Mapping[str, Any] | None) -> Any:
     ArgumentError
         The type is unknown, or the schema is missing.
     """
-    wish = response_format or {}
-    kind = wish.get("type", "text")
+    wish = {} if response_format is None else response_format
+    kind = wish.get("type", "text") if isinstance(wish, Mapping) else wish
     if kind == "text":
         return None
     if kind == "json_object":

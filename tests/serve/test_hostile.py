@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -76,6 +77,71 @@ def test_a_hostile_body_is_refused_at_once(address: str, body: Any) -> None:
     assert answer.json()["error"]["message"]
     assert time.monotonic() - begin < 20
     assert is_well(address)
+
+
+FUNCTION = {"name": "w", "parameters": {"type": "object"}}
+SCHEMA = {"type": "json_schema", "schema": {"type": "object"}}
+WHOLE: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+            {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": FUNCTION}]},
+            {"role": "tool", "tool_call_id": "1", "content": "y"},
+        ],
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "tool_choice": "none",
+        "response_format": {"type": "json_schema", "json_schema": SCHEMA},
+        "prompt_cache_options": {"ttl": "5m", "mode": "explicit"},
+        "logit_bias": {"5": 1},
+        "max_tokens": 1,
+    },
+    "/v1/messages": {
+        "model": "m",
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {}}]},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "w"}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]},
+        ],
+        "system": [{"type": "text", "text": "s"}],
+        "tools": [{"name": "w", "input_schema": {}}],
+        "tool_choice": {"type": "none"},
+        "thinking": {"type": "disabled"},
+        "diagnostics": {"previous_message_id": "x"},
+        "output_config": {"effort": "low", "format": SCHEMA},
+        "max_tokens": 1,
+    },
+    "/v1/responses": {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+            {"type": "function_call", "call_id": "1", "name": "w", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": "o"},
+        ],
+        "text": {"format": SCHEMA},
+        "tools": [{"type": "function", **FUNCTION}],
+        "tool_choice": "none",
+        "reasoning": {"effort": "low"},
+        "max_output_tokens": 1,
+    },
+}
+
+
+def replaced(thing: Any, value: Any) -> Iterator[Any]:
+    """Yield copies of a body, each with another of its parts replaced."""
+    if isinstance(thing, dict | list):
+        for key in thing if isinstance(thing, dict) else range(len(thing)):
+            for new in (value, *replaced(thing[key], value)):
+                copied = copy.copy(thing)
+                copied[key] = new
+                yield copied
+
+
+@pytest.mark.parametrize("path", WHOLE)
+def test_a_part_of_another_type_is_a_clients_error(address: str, path: str) -> None:
+    with httpx.Client(base_url=address, timeout=60) as client:
+        for value in (5, [1], {"a": 1}):
+            for body in replaced(WHOLE[path], value):
+                answer = client.post(path, json=body)
+                assert answer.status_code < 500, (body, answer.text)
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens", "/v1/responses"])

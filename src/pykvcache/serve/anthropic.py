@@ -20,7 +20,7 @@ from pykvcache.serve.engine import Generation, Piece
 from pykvcache.serve.errors import ApiError
 from pykvcache.serve.http import Json, event, models_of, read, tenant_of
 from pykvcache.serve.prompts import MOST_BREAKPOINTS, chat_job
-from pykvcache.serve.schemas import AnthropicRequest, ChatRequest
+from pykvcache.serve.schemas import AnthropicRequest, ChatRequest, OutputConfig
 
 __all__ = ["Diagnoses", "count_tokens", "messages"]
 
@@ -75,7 +75,7 @@ def as_chat(request: AnthropicRequest) -> ChatRequest:
         raise ApiError(400, told, param="messages")
     thinking = (request.thinking or {}).get("type")
     thinks = {} if thinking is None else {"enable_thinking": thinking != "disabled"}
-    choice, output = request.tool_choice or {}, request.output_config or {}
+    choice, output = request.tool_choice or {}, request.output_config or OutputConfig()
     return ChatRequest(
         messages=found,
         model=request.model,
@@ -86,8 +86,8 @@ def as_chat(request: AnthropicRequest) -> ChatRequest:
         stop=request.stop_sequences,
         tools=[_tool(tool) for tool in tools] or None,
         tool_choice=_tool_choice(choice),
-        response_format=output.get("format") or request.output_format,
-        reasoning_effort=output.get("effort"),
+        response_format=output.format or request.output_format,
+        reasoning_effort=output.effort,
         parallel_tool_calls=not choice.get("disable_parallel_tool_use", False),
         chat_template_kwargs={**thinks, **(request.chat_template_kwargs or {})},
         seed=request.seed,
@@ -177,7 +177,7 @@ def _tool_choice(choice: dict[str, Any]) -> str | dict[str, Any] | None:
     kind = choice.get("type")
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
-    if kind not in _CHOICES:
+    if not isinstance(kind, str | None) or kind not in _CHOICES:
         told = f"tool_choice.type is {kind!r}: 'auto', 'any', 'tool' or 'none'"
         raise ApiError(400, told, param="tool_choice")
     return _CHOICES[kind]

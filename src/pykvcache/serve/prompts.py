@@ -159,8 +159,10 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     new = {key: value for key, value in message.items() if key not in marks}
     new["role"] = "system" if role == "developer" else role
     new["content"] = "\n\n".join(_texts(content, f"{where}.content"))
-    if message.get("tool_calls"):
-        new["tool_calls"] = [_call(call, where) for call in message["tool_calls"]]
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise ApiError(400, f"{where}.tool_calls is not a list", param=where)
+        new["tool_calls"] = [_call(call, where) for call in calls]
     return new
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "ChatRequest",
     "CompletionRequest",
     "EmbeddingRequest",
+    "OutputConfig",
     "ResponseRequest",
     "Sampling",
     "TokenizeRequest",
@@ -171,6 +172,13 @@ class EmbeddingRequest(Struct, kw_only=True):
     dimensions: Annotated[int, Meta(ge=1)] | None = None
 
 
+class OutputConfig(Struct):
+    """How an answer of ``POST /v1/messages`` looks."""
+
+    format: Object | None = None
+    effort: str | None = None
+
+
 class AnthropicRequest(Common, kw_only=True):
     """``POST /v1/messages``."""
 
@@ -185,7 +193,7 @@ class AnthropicRequest(Common, kw_only=True):
     tools: list[Object] | None = None
     tool_choice: Object | None = None
     thinking: Object | None = None
-    output_config: Object | None = None
+    output_config: OutputConfig | None = None
     output_format: Object | None = None
     cache_control: Object | None = None
     diagnostics: Object | None = None

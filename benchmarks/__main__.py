@@ -13,6 +13,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -81,6 +82,9 @@ def main() -> None:
             group.setdefault("cpu", earlier["machine"]["cpu"])
             group.setdefault("commit", earlier["versions"]["commit"])
         reported |= earlier.get("settings", {}).get("reported", {})
+        few = {int(n) for n in re.findall(r"\d+", str(earlier["samples_of_what_takes_seconds"]))}
+        few.add(plan.few)
+        result["samples_of_what_takes_seconds"] = " to ".join(map(str, sorted({min(few), max(few)})))
     for name in options.only or GROUPS:
         if name in options.skip:
             continue

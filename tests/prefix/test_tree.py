@@ -14,8 +14,9 @@ from support.examples import examples, some
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kinds", ALL.values(), ids=ALL)
 def test_random_requests_keep_every_account_right(kinds, policy):
-    for seed in range(1):
+    for seed in range(2):
         rng = random.Random(seed)
+        most_open = rng.choice([0, 3])
         size = rng.choice([1, 4, 8])
         model = Model(
             kinds,
@@ -27,12 +28,12 @@ def test_random_requests_keep_every_account_right(kinds, policy):
             root=rng.choice([None, lambda name: name.encode().ljust(32, b"-")]),
         )
         tree, open_ = model.tree, []
-        for prompt, answer in prompts(rng, examples(60)):
+        for prompt, answer in prompts(rng, examples(40)):
             space = rng.choice(["", "", "b"])
             begun, hold = model.begin(prompt, space)
             open_.append((prompt, answer, begun, hold, space))
             check_tree(tree, [one[3] for one in open_ if one[3]])
-            while len(open_) > rng.randrange(1):
+            while len(open_) > rng.randint(0, most_open):
                 prompt, answer, begun, hold, space = open_.pop(rng.randrange(len(open_)))
                 model.give(prompt, answer, begun, space, rng.choice([0, 0, 1]))
                 check_tree(tree, [one for one in [hold, *(one[3] for one in open_)] if one])
@@ -44,13 +45,22 @@ def test_random_requests_keep_every_account_right(kinds, policy):
                 tree.forget(token_bytes(prompt), space)
             if rng.random() < 0.02:
                 tree.clear(rng.choice([None, "b"]))
-                open_ = (
-                    [(*one[:3], None, one[4]) for one in open_] if not list(tree.nodes()) else open_
-                )
                 for at, one in enumerate(open_):
                     if one[3] and one[3].node.parent is None:
                         open_[at] = (*one[:3], None, one[4])
             check_tree(tree, [one[3] for one in open_ if one[3]])
+
+
+@pytest.mark.parametrize("answer", [0, 5])
+@pytest.mark.parametrize("kinds", ALL.values(), ids=ALL)
+def test_a_repeated_prompt_counts_as_a_use_of_its_last_block(kinds, answer):
+    for size in (4, 64):
+        model = Model(kinds, size, 10**6)
+        for _ in range(4):
+            model.ask([*range(1, 39)], [*range(100, 100 + answer)])
+        path = model.tree.match(token_bytes([*range(1, 38)])).nodes()
+        assert [node.attention.uses for node in path] == [3] * len(path)
+        assert not kinds.window or path[-1].window.uses
 
 
 @pytest.mark.parametrize("policy", some(POLICIES, "hit-density", "s3fifo", "slru"))

@@ -99,16 +99,20 @@ class PrefixTree:
     def use(self, match: Match, resume: Resume, priority: int = 0) -> None:
         """Count a use by a prompt: of the attention cells before a place, its window, its state.
 
-        Nodes are split where what is used begins or ends, at whole chunks: a node used in part is
-        not counted as used.
+        Nodes are split where what is used begins or ends, at whole chunks. A chunk in which the
+        prompt diverges is not counted; one in which it ends is.
         """
         self.clock += 1
         if match.n < match.node.end:
-            # The prompt parts within a node, or ends there.
+            # The prompt diverges within a node, or ends there.
             self._split_at_chunk(match.node, match.n)
             self.policy.passed(match.node.attention)
         node = self._node_of(match.node, resume.n)
-        for each in self._split_at_chunk(node, resume.n).path():
+        if resume.n < match.n:
+            last = self._boundary(node, self._chunk_after(node, resume.n))
+        else:
+            last = self._split_at_chunk(node, resume.n)
+        for each in last.path():
             self._count_use(each.attention, priority)
         if resume.window_first < resume.n:
             for one in self._windows(node, resume.window_first, resume.n):
@@ -172,6 +176,16 @@ class PrefixTree:
             if at + size > n:
                 break
             at += size
+        return at
+
+    @staticmethod
+    def _chunk_after(node: Node, n: int) -> int:
+        """Return the first end of a chunk of a node at n tokens or after."""
+        at = node.start
+        for size in node.attention.sizes if at < n else ():
+            at += size
+            if at >= n:
+                break
         return at
 
     def _boundary(self, node: Node, at: int) -> Node:
@@ -242,10 +256,8 @@ class PrefixTree:
         node = self._node_of(match.node, resume.n)
         if node.parent is None:
             return None
-        if resume.n < node.end and (at := self._chunk_before(node, resume.n)) < resume.n:
-            # What follows the chunk in which it ends may leave.
-            at = min(node.end, self.shape.floor(at) + self.shape.block_size)
-            node = self._boundary(node, at)
+        # What follows the chunk in which it ends may be evicted.
+        node = self._boundary(node, self._chunk_after(node, resume.n))
         first = node.end
         if resume.window_first < resume.n:
             first = self._node_of(node, resume.window_first + 1).start

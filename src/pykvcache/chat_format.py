@@ -26,9 +26,10 @@ TEXT_BYTES_MAX = 2**31 - 1
 # Cython's exceptions for C++ exceptions.
 _NATIVE_ERRORS = (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError)
 # llama.cpp's grammars of required calls allow any text first: a small model never comes to a call.
+_ROOT = re.compile(r"^root ::= .*", re.MULTILINE)
 _PREAMBLE = re.compile(r"\buntil-\d+\??( space)? (?=tool-calls?(-root)?\b)")
-# Of some formats they allow several calls where parallel calls are off.
-_SEVERAL_CALLS = "tool-calls ::= (tool-call space)+"
+# Some formats allow several calls although parallel calls are off.
+_SEVERAL_CALLS = re.compile(r"^tool-calls ::= \(tool-call\?? space\)\+$", re.MULTILINE)
 _USER = {"role": "user", "content": "Hello"}
 
 
@@ -241,9 +242,9 @@ def make_chat_format(
     known = {} if choice == "none" else {name: schemas[name] for name in _names(given)}
     grammar = facts["grammar"]
     if choice == "required":
-        grammar = _PREAMBLE.sub("", grammar)
+        grammar = _ROOT.sub(lambda rule: _PREAMBLE.sub("", rule.group()), grammar)
     if not parallel:
-        grammar = grammar.replace(_SEVERAL_CALLS, "tool-calls ::= tool-call space")
+        grammar = _SEVERAL_CALLS.sub("tool-calls ::= tool-call space", grammar)
     return ChatFormat(native, model, known, (*ends, *facts["stop"]), grammar)
 
 

@@ -238,6 +238,22 @@ def test_a_required_call_comes_first_and_one_by_name_alone(vocab: LlamaModel) ->
 
 
 @needs_templates
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_without_parallel_calls_there_is_one(vocab: LlamaModel, choice: Any) -> None:
+    one = call('{"place": "Rome"}')
+    for parallel in (True, False):
+        form = vocab.chat_format(
+            tools=TOOLS,
+            tool_choice=choice,
+            parallel_tool_calls=parallel,
+            template=source("Qwen-Qwen2.5-7B-Instruct"),
+        )
+        for text, is_allowed in ((one, True), (f"{one}\n{one}", parallel)):
+            sampler = Sampler(temperature=0, chat_format=form, model=vocab)
+            assert sampled(sampler, vocab, text) is is_allowed
+
+
+@needs_templates
 def test_a_schema_holds_the_content_after_the_reasoning(vocab: LlamaModel) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     form = vocab.chat_format(json_schema=schema, template=source("Qwen-Qwen3-0.6B"))

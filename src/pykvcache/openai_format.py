@@ -89,15 +89,17 @@ def schema_of(response_format: Mapping[str, Any] | None) -> Any:
         The type is unknown, or the schema is missing.
     """
     wish = {} if response_format is None else response_format
-    kind = wish.get("type", "text") if isinstance(wish, Mapping) else wish
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return wish.get("schema", {"type": "object"})
-    # Of responses, and of Anthropic's messages, the schema stands in the format itself.
-    given = wish.get("json_schema", wish) if kind == "json_schema" else None
-    if isinstance(given, Mapping) and isinstance(given.get("schema"), Mapping):
-        return given["schema"]
+    kind: Any = wish
+    if isinstance(wish, Mapping):
+        kind = wish.get("type", "text")
+        if kind == "text":
+            return None
+        if kind == "json_object":
+            return wish.get("schema", {"type": "object"})
+        # In Responses and in Anthropic's API, the schema is in the format itself.
+        given = wish.get("json_schema", wish) if kind == "json_schema" else None
+        if isinstance(given, Mapping) and isinstance(given.get("schema"), Mapping):
+            return given["schema"]
     raise ArgumentError(
         f"response_format of type {kind!r}: 'text', 'json_object', or 'json_schema' with a schema",
         "response_format",

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from support.models import make_model
@@ -68,8 +69,16 @@ def test_a_chat_calls_a_tool_and_gets_its_result(client: Any, is_stream: bool) -
 def test_a_model_without_a_template_answers_and_calls_tools(
     serve: Any, openai: Any, model_folder: Path
 ) -> None:
-    path = os.fspath(make_model("llama", model_folder))
-    with openai.OpenAI(base_url=serve(path=path) + "/v1", api_key="none") as client:
+    address = serve(path=os.fspath(make_model("llama", model_folder)))
+    written = "I look.\n<tool_call>\n{}\n</tool_call>\n<tool_call>\n{}\n</tool_call>"
+    called = '{"name": "f", "arguments": {}}'
+    calls = [{"function": {"name": "f", "arguments": "{}"}}] * 2
+    for content in ("I look.", "I look.\n"):
+        said = {"role": "assistant", "content": content, "tool_calls": calls}
+        body = {"messages": [MESSAGES[0], said]}
+        rendered = httpx.post(f"{address}/apply-template", json=body, timeout=60).json()["prompt"]
+        assert written.format(called, called) in rendered
+    with openai.OpenAI(base_url=address + "/v1", api_key="none") as client:
         answer = client.chat.completions.create(
             model="m",
             messages=MESSAGES,

@@ -46,7 +46,8 @@ A call is written as:
 {%- for message in messages -%}
 <|im_start|>{{ message.role }}
 {{ message.content or "" }}
-{%- for call in message.tool_calls or [] %}
+{%- for call in message.tool_calls or [] -%}
+{{ "\n" if not loop.first or (message.content and message.content[-1] != "\n") -}}
 <tool_call>
 {"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
 </tool_call>
@@ -71,11 +72,14 @@ class Defaults:
         Variables of the chat template, such as ``enable_thinking``.
     sampling
         Arguments of `Sampler`.
+    stop
+        Strings that end a chat's answer.
     """
 
     template: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -320,7 +324,8 @@ class Engine:
             log.warning(
                 "%s has no chat template: chats use ChatML, unless --chat-template says more", name
             )
-            self.defaults = replace(self.defaults, template=CHATML)
+            # Without such a token in the vocabulary, the model writes it as text.
+            self.defaults = replace(self.defaults, template=CHATML, stop=("<|im_end|>",))
         self.pins = PinBoard(llm)
         self.last_used = time.monotonic()
         # Of 262,144 tokens of Gemma it takes 60 ms to find them.

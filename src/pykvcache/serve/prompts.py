@@ -322,7 +322,7 @@ def chat_job(request: ChatRequest, tenant: str, engine: Engine) -> Job:
         max_tokens=request.limit,
         sampler=sampler_of(request, engine, **held),
         n=request.n,
-        stop=(*request.stops, *form.stop),
+        stop=(*request.stops, *form.stop, *engine.defaults.stop),
         logprobs=max(request.top_logprobs or 0, 1) if request.logprobs else 0,
         namespace=tenant,
         use_cache=request.cache_prompt and keep != 0,

@@ -228,21 +228,29 @@ def serve(
     )
     # llama.cpp logs some 150 lines per model that it loads.
     logging.getLogger("pykvcache.llama").setLevel(logging.WARNING)
+    listener = bound(host, port)  # before the model is loaded, which may take long
     if len(files) == 1:
         models.preload()
     app = make_app(models, keys=keys, max_body=max_body << 20, stored=stored, origins=origins)
-    try:
-        listener = socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-        )
-    except OSError as error:
-        raise click.ClickException(f"{host}, port {port}: {error}") from None
-    # asyncio sets it for its own sockets only. Without it a token may wait 40 ms for an ACK.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listener.listen()
     address, port = listener.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address
     click.echo(f"pykvcache serves http://{shown}:{port} (models: {', '.join(files)})", err=True)
     run(app, listener)
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """Return a socket with this address, on which nothing listens yet."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # asyncio sets it for its own sockets only. Without it a token may wait 40 ms for an ACK.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise click.ClickException(f"{host}, port {port}: {error.strerror}") from None
+    return listener
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -98,6 +98,9 @@ def test_list_changes_all_members_or_none():
     with pytest.raises(CacheValueError):
         other.filter([1])
     assert other[0].batch_size == 2
+    for rows in (iter([0]), {0}, {0: 1}, b"\0"):  # every member would read them again
+        with pytest.raises(CacheDTypeError):
+            other.filter(rows)
     state = caches.state
     with pytest.raises(CacheValueError):
         caches.from_serialized((state[0], state[0]), caches.meta_state)

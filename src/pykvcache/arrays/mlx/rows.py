@@ -39,6 +39,14 @@ Counts: TypeAlias = Sequence[int] | NDArray[Any]
 Rows: TypeAlias = NDArray[np.int64]
 
 
+def _numbers(name: str, given: Counts) -> Rows:
+    """Return integers of a sequence or an array; a list of caches reads them once per cache."""
+    if not isinstance(given, Sequence | np.ndarray) or isinstance(given, bytes):
+        kind = type(given).__name__
+        raise CacheDTypeError(f"{name} is {kind}; integers in a list are needed", name, kind)
+    return as_ints(name, given)
+
+
 def row_counts(
     name: str, counts: Counts, batch: int | None = None, *, signed: bool = False
 ) -> Rows:
@@ -46,7 +54,7 @@ def row_counts(
 
     Refuses numbers above `LARGEST`, so that sums do not wrap around.
     """
-    array = as_ints(name, counts)
+    array = _numbers(name, counts)
     if array.size and max(abs(int(array.min())), abs(int(array.max()))) > LARGEST:
         message = f"{name} is {shown(array.tolist())}; no number may be beyond {LARGEST}"
         raise CacheValueError(message, name, array.tolist(), LARGEST)
@@ -85,7 +93,7 @@ def row_indices(indices: Counts, batch: int | None) -> Rows:
 
     `batch` is None if the number of rows is not known yet.
     """
-    array = as_ints("batch_indices", indices)
+    array = _numbers("batch_indices", indices)
     if array.size and not (array.min() >= 0 and (batch is None or array.max() < batch)):
         limit = "any number of rows" if batch is None else batch
         message = f"batch_indices {shown(array.tolist())} are not all in [0, {limit})"

@@ -81,5 +81,7 @@ class TokenBuffer:
 
 def token_list(tokens: Tokens) -> list[int]:
     """Return token ids as a new list; raise `CacheDTypeError` unless all are integers."""
+    if type(tokens) is list and {int}.issuperset(map(type, tokens)):
+        return tokens.copy()
     found: list[int] = as_ints("tokens", tokens).tolist()
     return found

@@ -185,7 +185,7 @@ class BlockFiles:
 
     def all(self) -> Iterator[tuple[bytes, int, int]]:
         """Yield key, size and time of use in nanoseconds of every block."""
-        for key in self.keys():
+        for key in sorted(self.keys()):
             facts = self.stat(key)
             if facts is not None:
                 yield key, facts.st_size, facts.st_mtime_ns

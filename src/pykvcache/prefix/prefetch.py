@@ -86,11 +86,11 @@ class Prefetches:
             if len(self._waiting) >= MAX_WAITING:
                 one.end()
                 return
-            self._waiting.append(one)
             if not self._is_working:
                 name = "pykvcache-prefetch"
                 threading.Thread(target=self._work, args=(core,), name=name, daemon=True).start()
                 self._is_working = True
+            self._waiting.append(one)
 
     def cancel(self, tokens: bytes = b"", namespace: str | None = None) -> None:
         """Cancel the prompts of a namespace, or of all, that some tokens are part of."""

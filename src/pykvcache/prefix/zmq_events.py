@@ -132,12 +132,12 @@ class EventPublisher(Closing):
             self._publish = self._bind(zmq.PUB, endpoint, "endpoint")
             if replay_endpoint is not None:
                 self._replay = self._bind(zmq.ROUTER, replay_endpoint, "replay_endpoint")
+            self._thread = threading.Thread(target=self._work, name="pykvcache-events", daemon=True)
+            self._thread.start()
         except BaseException:
             self._context.destroy(0)  # no address stays bound
             raise
         self._stop = cache.events.subscribe(self._note)
-        self._thread = threading.Thread(target=self._work, name="pykvcache-events", daemon=True)
-        self._thread.start()
 
     @property
     def endpoint(self) -> str:

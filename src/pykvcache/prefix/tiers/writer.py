@@ -101,6 +101,15 @@ class Writer:
     def offer(self, chain: Chain) -> None:
         """Queue what there is room for."""
         with self._changed:
+            if (
+                self._thread is None
+                and not self._is_closed
+                and (chain.items or chain.uses or chain.removes)
+            ):
+                name = "pykvcache-write-behind"
+                thread = threading.Thread(target=self._work, name=name, daemon=True)
+                thread.start()
+                self._thread = thread
             chain.items, offered = [], chain.items
             for item in offered:
                 size = memoryview(item[1]).nbytes
@@ -112,11 +121,6 @@ class Writer:
             self.dropped += len(offered) - len(chain.items)
             if self._is_closed or not (chain.items or chain.uses or chain.removes):
                 return
-            if self._thread is None:
-                name = "pykvcache-write-behind"
-                thread = threading.Thread(target=self._work, name=name, daemon=True)
-                thread.start()
-                self._thread = thread
             self._queue.append(chain)
             self._changed.notify_all()
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -100,7 +100,7 @@ def _one(trace: Trace, policy: str, n_blocks: int) -> Result:
 
 
 def _share(value: object) -> float:
-    share = as_float(value, "shares", 0, math.inf)
+    share = as_float(value, "shares", 0, sys.float_info.max)
     if not share:
         raise ArgumentError(f"a size is not above 0: {shown(value)}", "shares", value, 0)
     return share

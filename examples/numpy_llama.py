@@ -1,6 +1,6 @@
 """A llama forward pass in plain NumPy, on a GGUF file and any of three array caches.
 
-Usage: python examples/numpy_llama.py MODEL.gguf 1 15 27 -n 20     (needs pykvcache[gguf])
+Usage: python examples/numpy_llama.py MODEL.gguf 1 15 27 -n 20     (needs the extra gguf)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pykvcache.arrays import CausalCache, FlatKVCache, KVCache
 try:
     import gguf
 except ImportError:
-    raise SystemExit("this example needs gguf: pip install 'pykvcache[gguf]'") from None
+    raise SystemExit("this example needs gguf: pip install '.[gguf]' in the clone") from None
 
 Array = NDArray[Any]
 # The interface of a cache for a forward pass: takes (layer, K, V, positions) of new tokens, K and V

@@ -2,7 +2,7 @@
 
 A story is forked twice and continued in three ways. Above: the mean norm of each token's keys in
 every layer, read in place. Below: the cells; those of the story belong to all three sequences.
-Usage: python examples/plot_cache.py [model.gguf] [picture.png]      (needs pykvcache[plot])
+Usage: python examples/plot_cache.py [model.gguf] [picture.png]      (needs the extra plot)
 """
 
 import sys
@@ -14,7 +14,7 @@ from pykvcache import LlamaContext, LlamaModel, Sampler, embedded_model_path
 try:
     from matplotlib import pyplot as plt
 except ImportError:
-    sys.exit("this example needs matplotlib: pip install 'pykvcache[plot]' (in a clone: '.[plot]')")
+    sys.exit("this example needs matplotlib: pip install '.[plot]' in the clone")
 
 PROMPT = "Once upon a time there was a little village. Lucy has a red kite. Tom is a baker."
 PER_ROW = 32

@@ -18,6 +18,7 @@ PACKAGE = ROOT / "src" / "pykvcache"
 # Lowest first. A module imports from lines below its own only; a name may be a file or a folder,
 # and inside a folder anything goes. A new module needs a place here, and a reason for it.
 LAYERS = [
+    {"_extras"},
     {"errors", "enums", "_closing", "_drawing"},
     {"_arguments", "_ranges"},
     {"_native", "arrays", "prefix/stores"},
@@ -49,15 +50,16 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Beyond the table: what may be imported at all, by those that promise less.
 ONLY = {
     "errors": set(),
-    "_drawing": set(),
+    "_drawing": {"_extras"},
+    "_extras": set(),
     "enums": set(),
     "_arguments": {"errors"},
     "_ranges": set(),
     "_closing": set(),
     "arrays": {"errors", "_arguments"},
     "_native": {"errors", "_arguments"},
-    "prefix/stores": {"errors", "_arguments"},
-    "simulate": {"errors", "_arguments", "_native", "prefix"},
+    "prefix/stores": {"errors", "_arguments", "_extras"},
+    "simulate": {"errors", "_arguments", "_extras", "_native", "prefix"},
 }
 # What of the prefix cache works without the compiled layer: a folder or file each, which imports
 # errors and others of these.
@@ -199,6 +201,7 @@ def test_the_tree_and_the_simulator_need_no_model() -> None:
                     None,
                     "errors",
                     "_arguments",
+                    "_extras",
                     "_ranges",
                     inside[0],
                 }, f"{path.name} imports {name}"

@@ -146,12 +146,12 @@ def test_without_matplotlib_notebooks_get_text_and_calls_say_what_to_install(
     code = """
 from pykvcache import CellHistory, LlamaContext, LlamaModel, embedded_model_path
 ctx = LlamaContext(LlamaModel(embedded_model_path()), n_ctx=256)
-assert "pykvcache[plot]" in ctx._repr_html_()
+assert "extra plot" in ctx._repr_html_()
 assert CellHistory(ctx)._repr_svg_() is None
 try:
     ctx.plot()
 except ImportError as error:
-    assert "pykvcache[plot]" in str(error)
+    assert "extra plot" in str(error)
 else:
     raise SystemExit("no error")
 """

@@ -141,7 +141,7 @@ _UNBUILT = (
 
 # Modules that work in a subinterpreter, where the compiled layer does not.
 _FREE = (
-    *("arrays", "errors", "enums", "simulate", "_native", "_arguments", "_models"),
+    *("arrays", "errors", "enums", "simulate", "_native", "_arguments", "_extras", "_models"),
     *(f"prefix.{name}" for name in ("blocks", "policies", "runs", "stores", "tree")),
 )
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from pykvcache._arguments import as_bool
+from pykvcache._extras import how_to_install
 from pykvcache.errors import ArgumentError, ChatTemplateError
 
 try:
@@ -21,7 +22,7 @@ try:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 except ImportError:
     raise ImportError(
-        "chat templates need Jinja2 3.1.6 or newer: pip install 'pykvcache[chat]'"
+        f"chat templates need Jinja2 3.1.6 or newer: {how_to_install('chat')}"
     ) from None
 
 if TYPE_CHECKING:

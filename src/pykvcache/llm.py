@@ -155,7 +155,7 @@ class LLM(Closing):
     namespace
         Namespace of the prefixes; namespaces share nothing.
     secret
-        At least 16 bytes; encrypts blocks outside this process (``pykvcache[crypto]``).
+        At least 16 bytes; encrypts blocks outside this process (needs the extra ``crypto``).
     tier_seconds
         Longest wait of a request for `cache`. Default: a tenth of the estimated evaluation time.
     **options

@@ -354,7 +354,7 @@ class LlamaModel(ModelFacts, Closing):
         template: str | None = None,
         **variables: Any,
     ) -> str:
-        """Render messages with the model's chat template (needs ``pykvcache[chat]``).
+        """Render messages with the model's chat template (needs Jinja2: the extra ``chat``).
 
         The text equals that of transformers' ``apply_chat_template``; tokenize it with
         ``add_special=False, parse_special=True``. Templates come with downloaded files, so they
@@ -421,7 +421,7 @@ class LlamaModel(ModelFacts, Closing):
         template: str | None = None,
         **variables: Any,
     ) -> ChatFormat:
-        """Return the format of the model's answers (needs ``pykvcache[chat]``).
+        """Return the format of the model's answers (needs Jinja2: the extra ``chat``).
 
         Pass the same arguments as to `apply_chat_template`. The format parses the model's output,
         and ``Sampler(chat_format=...)`` enforces it.

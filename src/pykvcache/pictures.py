@@ -10,6 +10,7 @@ import numpy as np
 from pykvcache._drawing.canvas import figure_svg
 from pykvcache._drawing.cells import draw_cells, draw_history
 from pykvcache._drawing.html import table_html
+from pykvcache._extras import how_to_install
 from pykvcache._native import lib
 from pykvcache.enums import MemoryPart
 from pykvcache.errors import UnsupportedOperation
@@ -40,7 +41,7 @@ class PictureMethods:
     """The plotting methods of `LlamaContext`; a base class."""
 
     def plot(self: _Context, part: MemoryPart | None = None) -> Figure:
-        """Draw cells by sequence and position, and in memory order (needs ``pykvcache[plot]``).
+        """Draw cells by sequence and position, and in memory order (needs the extra ``plot``).
 
         Parameters
         ----------
@@ -94,7 +95,7 @@ class PictureMethods:
             try:
                 picture = figure_svg(self.plot())
             except ImportError:
-                rows.append(("picture", "needs matplotlib: pip install 'pykvcache[plot]'"))
+                rows.append(("picture", f"needs matplotlib: {how_to_install('plot')}"))
         return table_html("LlamaContext", rows, picture)
 
 

@@ -228,4 +228,4 @@ def test_without_jinja2_the_error_names_the_extra() -> None:
         "except ImportError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "pip install 'pykvcache[chat]'" in done.stdout
+    assert "pip install '.[chat]'" in done.stdout

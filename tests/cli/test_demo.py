@@ -160,7 +160,7 @@ def test_without_click_one_line_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "click.py").write_text("raise ImportError('no click here')\n")
     result = run("info", PYTHONPATH=str(tmp_path))
     assert result.returncode == 1
-    assert "pykvcache[cli]" in one_line(result.stderr)
+    assert "pip install '.[cli]'" in one_line(result.stderr)
 
 
 @pytest.mark.parametrize("module", ["click", "pykvcache.cli.app"])

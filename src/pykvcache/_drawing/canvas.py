@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING, Any
 
+from pykvcache._extras import how_to_install
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -23,7 +25,7 @@ def new_figure(width: float, height: float) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'pykvcache[plot]'") from error
+        raise ImportError(f"pictures need matplotlib: {how_to_install('plot')}") from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     # For notebooks without pyplot.

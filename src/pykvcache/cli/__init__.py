@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from pykvcache._extras import how_to_install
+
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line (needs ``pykvcache[cli]``).
+    """Run the command line (needs the extra ``cli``).
 
     Parameters
     ----------
@@ -27,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             import click  # noqa: F401
         except ImportError:
             print(
-                "pykvcache: the command line needs click: pip install 'pykvcache[cli]'",
+                f"pykvcache: the command line needs click: {how_to_install('cli')}",
                 file=sys.stderr,
             )
             return 1

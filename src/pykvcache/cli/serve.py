@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from pykvcache._extras import how_to_install
 from pykvcache._models import embedded_model_path
 from pykvcache.cli.options import (
     adapter_options,
@@ -185,7 +186,7 @@ def serve(
         )
     except ImportError as error:
         raise click.ClickException(
-            f"the server needs {error.name}: pip install 'pykvcache[serve]'"
+            f"the server needs {error.name}: {how_to_install('serve')}"
         ) from None
     if folder_mib is not None and not any(map(is_folder, tiers)):
         raise click.UsageError("--cache-limit goes with the folder of a --cache")

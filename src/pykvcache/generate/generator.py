@@ -373,7 +373,7 @@ class BatchGenerator(Closing):
         Parameters
         ----------
         progress
-            Show a progress bar (needs ``pykvcache[cli]``). Default: if stderr is a terminal and
+            Show a progress bar (needs the extra ``cli``). Default: if stderr is a terminal and
             rich is installed.
 
         Raises

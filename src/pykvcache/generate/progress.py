@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from pykvcache._extras import how_to_install
+
 __all__ = ["watching"]
 
 
@@ -22,7 +24,7 @@ def watching(count: Callable[[], int], progress: bool | None) -> Iterator[Callab
         from rich.progress import Progress
     except ImportError:
         if progress:
-            raise ImportError('a progress bar needs rich: pip install "pykvcache[cli]"') from None
+            raise ImportError(f"a progress bar needs rich: {how_to_install('cli')}") from None
         yield lambda: None
         return
     with Progress(console=Console(stderr=True)) as bar:

@@ -1,4 +1,4 @@
-"""Metrics of a cache for Prometheus; needs ``pykvcache[prometheus]``."""
+"""Metrics of a cache for Prometheus; needs the extra ``prometheus``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from pykvcache._arguments import as_text
+from pykvcache._extras import how_to_install
 from pykvcache.errors import ArgumentError, shown
 from pykvcache.prefix.cache import PrefixCache
 from pykvcache.prefix.report import CacheStats
@@ -70,7 +71,7 @@ class CacheCollector:
             import prometheus_client.core
         except ImportError as error:
             raise ImportError(
-                "metrics need prometheus-client: pip install 'pykvcache[prometheus]'"
+                f"metrics need prometheus-client: {how_to_install('prometheus')}"
             ) from error
         self._core: Any = prometheus_client.core
         self._caches: dict[str, _Source] = {}

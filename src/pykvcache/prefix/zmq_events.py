@@ -16,6 +16,7 @@ from typing import Any, SupportsIndex
 
 from pykvcache._arguments import as_int, as_text
 from pykvcache._closing import Closing
+from pykvcache._extras import how_to_install
 from pykvcache.errors import ClosedError, shown
 from pykvcache.prefix.cache import PrefixCache
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
@@ -84,7 +85,7 @@ class EventPublisher(Closing):
     Raises
     ------
     ImportError
-        pyzmq or msgpack is not installed: ``pip install 'pykvcache[zmq]'``.
+        pyzmq or msgpack is not installed (extra ``zmq``).
     OSError
         An address cannot be bound.
     TypeError, ValueError
@@ -106,7 +107,7 @@ class EventPublisher(Closing):
             msgpack: Any = import_module("msgpack")  # which has no types
         except ImportError as error:
             raise ImportError(
-                f"EventPublisher needs zmq: pip install 'pykvcache[zmq]' ({error})"
+                f"EventPublisher needs zmq: {how_to_install('zmq')} ({error})"
             ) from error
         if not isinstance(cache, PrefixCache):
             raise TypeError(f"cache must be a PrefixCache, not {type(cache).__name__}")

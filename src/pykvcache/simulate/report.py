@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 from pykvcache._arguments import as_file_name, as_float, as_int, as_list
+from pykvcache._extras import how_to_install
 from pykvcache.errors import ArgumentError, shown
 from pykvcache.prefix.policies import DEFAULT, POLICIES
 from pykvcache.simulate.replay import BOUND, Result, most_hits, replay
@@ -167,7 +168,7 @@ def check_picture(path: str | os.PathLike[str]) -> str:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("drawing needs matplotlib: pip install pykvcache[plot]") from error
+        raise ImportError(f"drawing needs matplotlib: {how_to_install('plot')}") from error
     name = as_file_name(path)
     endings = tuple(
         f".{one}" for one in sorted(FigureCanvasAgg(Figure()).get_supported_filetypes())

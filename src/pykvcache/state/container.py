@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from pykvcache._arguments import ByteArray
+from pykvcache._extras import how_to_install
 from pykvcache.errors import (
     ArgumentError,
     StateDamaged,
@@ -116,7 +117,7 @@ def find_checksum(name: str) -> str:
         )
     if name == "xxh3-128" and _xxh3() is None:
         raise StateVersionError(
-            "the state has XXH3 checksums, which need xxhash: pip install 'pykvcache[state]'",
+            f"the state has XXH3 checksums, which need xxhash: {how_to_install('state')}",
             what="checksum",
             value=name,
         )

@@ -155,7 +155,7 @@ class Saved(ABC):
             Flush the file to disk (``fsync``). ``False`` is faster: a crash of the process
             still leaves the old or the new file, a crash of the machine may not.
         checksum
-            ``"sha256"``, or ``"xxh3-128"``, which needs ``pykvcache[state]`` for writing and
+            ``"sha256"``, or ``"xxh3-128"``, which needs the extra ``state`` for writing and
             reading. Default: XXH3 if it is installed.
 
         Returns

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pykvcache._extras import how_to_install
 from pykvcache.errors import StoreError
 from pykvcache.prefix.stores.base import (
     BlockStore,
@@ -85,7 +86,7 @@ def _find_aes() -> tuple[Any, type[Exception]]:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     except ImportError as error:
         raise ImportError(
-            f"a secret needs cryptography: pip install 'pykvcache[crypto]' ({error})"
+            f"a secret needs cryptography: {how_to_install('crypto')} ({error})"
         ) from error
     return AESGCM, InvalidTag
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
 from pykvcache._arguments import as_int, as_text
+from pykvcache._extras import how_to_install
 from pykvcache.errors import StoreError
 from pykvcache.prefix.stores.base import (
     KEY_SIZE,
@@ -87,7 +88,7 @@ class ObjectStore(RemoteStore):
             import obstore
             from obstore.store import from_url
         except ImportError as error:
-            text = f"ObjectStore needs obstore: pip install 'pykvcache[obstore]' ({error})"
+            text = f"ObjectStore needs obstore: {how_to_install('obstore')} ({error})"
             raise ImportError(text) from error
         self._obstore: Any = obstore
         if os.getpid() != _processes.setdefault("first", os.getpid()):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
 from pykvcache._arguments import as_text
+from pykvcache._extras import how_to_install
 from pykvcache.errors import StoreError
 from pykvcache.prefix.stores.base import (
     KEY_SIZE,
@@ -102,7 +103,7 @@ class RedisStore(RemoteStore):
             from redis.retry import Retry
         except ImportError as error:
             name = type(self).__name__
-            text = f"{name} needs redis: pip install 'pykvcache[redis]' ({error})"
+            text = f"{name} needs redis: {how_to_install('redis')} ({error})"
             raise ImportError(text) from error
         self._redis: Any = redis
         # The breaker decides when to try again.

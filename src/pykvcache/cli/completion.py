@@ -9,8 +9,11 @@ __all__ = ["completion"]
 
 _EPILOG = """
 \b
-For this shell; or, for all, in its start file (~/.bashrc, ~/.zshrc):
+For the current shell; to enable it always, add the line to ~/.bashrc or ~/.zshrc:
   eval "$(pykvcache completion bash)"
+  eval "$(pykvcache completion zsh)"
+\b
+For fish:
   pykvcache completion fish > ~/.config/fish/completions/pykvcache.fish
 """
 

@@ -93,7 +93,9 @@ def generate(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Generate text that continues PROMPT ("-", or no PROMPT in a pipe: standard input).
+    """Generate text that continues PROMPT.
+
+    Standard input is read if PROMPT is -, or is missing in a pipe.
 
     Several samples share one evaluation of the prompt, and are generated together, with one decode
     per step.

@@ -119,7 +119,8 @@ layers_option = option(
 )
 threads_option = option(
     "--threads",
-    "Number of threads. Default: by the model's size and the CPUs.",
+    "Number of threads. Default: all available CPUs for prompts, and one thread per 16 MiB of "
+    "weights, at most one per CPU, for single tokens.",
     type=number(1, 512),
 )
 template_option = option(
@@ -133,8 +134,8 @@ swa_option = click.option(
     " /--swa-window",
     default=True,
     show_default=True,
-    help="Sliding-window layers keep all cells, or only those of the window. Rewinds and shifts "
-    "need all cells.",
+    help="Sliding-window layers keep all tokens, or only the window, which saves memory; then long "
+    "rewinds evaluate tokens again.",
 )
 
 

@@ -65,7 +65,7 @@ http://127.0.0.1:8080/ shows the cache in a browser.
 @option(
     "--cache tiers",
     "Keep evaluated prefixes beyond this process: in a folder, or at an address such as "
-    "redis://host. May be repeated, nearest first.",
+    "redis://host. May be repeated, fastest first.",
     multiple=True,
     metavar="TIER",
 )
@@ -83,24 +83,35 @@ http://127.0.0.1:8080/ shows the cache in a browser.
 )
 @option(
     "--tier-seconds",
-    "Longest wait of a request for --cache. Default: a tenth of its estimated evaluation time.",
+    "Longest time that a request waits for --cache. Default: a tenth of its estimated evaluation "
+    "time.",
     type=float,
     metavar="SECONDS",
 )
 @option(
     "--n-ctx",
-    "Cells of the context, one per token, shared by all requests. Default: as many as fit into a "
-    "quarter of the free memory, at most 32,768.",
+    "Size of the context in tokens, shared by all requests. Default: what fits into a quarter of "
+    "the free memory, at most 32,768.",
     type=number(0, 2**31 - 1),
 )
-@option("--parallel", "Requests that run at the same time.", type=number(1, 256), default=8)
+@option(
+    "--parallel",
+    "Maximum number of requests that run at the same time.",
+    type=number(1, 256),
+    default=8,
+)
 @option(
     "--max-waiting",
-    "Requests that may wait; further ones get status 429.",
+    "Maximum number of requests that wait; further ones get status 429.",
     type=number(0, 2**20),
     default=64,
 )
-@option("--max-models", "Models that are loaded at the same time.", type=number(1, 64), default=1)
+@option(
+    "--max-models",
+    "Maximum number of models that are loaded at the same time.",
+    type=number(1, 64),
+    default=1,
+)
 @option(
     "--idle", "Unload a model after this time without a request.", type=float, metavar="SECONDS"
 )

@@ -126,8 +126,8 @@ def convert(
 
     For example: pykvcache state convert -m model.gguf chat.kv small.kv --type-k q8_0 --type-v q8_0
 
-    --to, --type-k and --type-v are the changes; without them a file of llama.cpp becomes one of
-    pykvcache. It needs the model of the state: a context of it restores the state and writes it.
+    --to, --type-k and --type-v say what to change. Without them a llama.cpp file is converted to
+    pykvcache's format. The model (-m) must be the one that the state was saved with.
     """
     if os.path.exists(out) and os.path.samefile(file, out):
         raise click.UsageError("OUT is FILE: give it another name")

@@ -42,7 +42,10 @@ def tokenize(
     form: str | None,
     decode: bool,
 ) -> None:
-    """Show the tokens of TEXT ("-", or no TEXT in a pipe: standard input), one per line."""
+    """Show the tokens of TEXT, one per line.
+
+    Standard input is read if TEXT is -, or is missing in a pipe.
+    """
     given = read_text(text, file)
     with load_model(model, 0, vocab_only=True) as loaded:
         if decode:

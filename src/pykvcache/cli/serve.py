@@ -53,6 +53,7 @@ http://127.0.0.1:8080/ shows the cache in a browser.
     "A GGUF file, or a folder of them; may be repeated. Default: the small model in the package.",
     multiple=True,
     envvar="PYKVCACHE_MODEL",
+    show_envvar=True,
     metavar="PATH",
 )
 @option("--alias", "Name of the model in requests. Default: its file name without .gguf.")
@@ -136,12 +137,14 @@ http://127.0.0.1:8080/ shows the cache in a browser.
     "A key with its own tenant; may be repeated.",
     multiple=True,
     envvar="PYKVCACHE_API_KEY",
+    show_envvar=True,
 )
 @option(
     "--secret",
     "Encrypts what --cache stores (needs the extra crypto).",
     envvar="PYKVCACHE_SECRET",
 )
+    show_envvar=True,
 @layers_option
 @threads_option
 @cache_type_options

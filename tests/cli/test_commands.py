@@ -121,7 +121,7 @@ def test_generate_takes_a_template(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }} and{% endfor %}")
     args = ("-n", "6", "-t", "0", "--swa-window")
     said = out_of(
-        capsys, "generate", "Lucy", "--chat", "--template", str(tmp_path / "own.jinja"), *args
+        capsys, "generate", "Lucy", "--chat", "--chat-template", str(tmp_path / "own.jinja"), *args
     )
     with LlamaModel(embedded_model_path()) as model, LlamaContext(model, n_ctx=512) as ctx:
         tokens = model.tokenize("Lucy and", add_special=False)

@@ -100,8 +100,8 @@ def generate(
     Several samples share one evaluation of the prompt, and are generated together, with one decode
     per step.
     """
-    for what, value, needed in (("system", system, chat), ("template", template, chat)):
-        if value is not None and not needed:
+    for what, value in (("system", system), ("chat-template", template)):
+        if value is not None and not chat:
             raise click.UsageError(f"--{what} goes with --chat")
     if logprobs and not as_json:
         raise click.UsageError("--logprobs goes with --json")

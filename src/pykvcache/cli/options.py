@@ -124,7 +124,7 @@ threads_option = option(
     type=number(1, 512),
 )
 template_option = option(
-    "--template",
+    "--chat-template --template template",
     "A Jinja chat template in place of the model's own.",
     type=click.Path(),
     metavar="FILE",

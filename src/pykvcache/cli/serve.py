@@ -141,17 +141,18 @@ http://127.0.0.1:8080/ shows the cache in a browser.
 )
 @option(
     "--secret",
-    "Encrypts what --cache stores (needs the extra crypto).",
+    "Encrypts what --cache stores (needs the extra crypto). Other users can see options in ps: "
+    "prefer the variable.",
     envvar="PYKVCACHE_SECRET",
-)
     show_envvar=True,
+)
 @layers_option
 @threads_option
 @cache_type_options
 @swa_option
 @adapter_options
 @option(
-    "--chat-template template",
+    "--chat-template --template template",
     "A Jinja chat template in place of the model's own.",
     type=click.Path(dir_okay=False),
     metavar="FILE",

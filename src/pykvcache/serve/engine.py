@@ -322,7 +322,7 @@ class Engine:
         self.defaults = Defaults() if defaults is None else defaults
         if self.defaults.template is None and llm.model.chat_template is None:
             log.warning(
-                "%s has no chat template: chats use ChatML, unless --chat-template says more", name
+                "%s has no chat template: using ChatML (set another with --chat-template)", name
             )
             # Without such a token in the vocabulary, the model writes it as text.
             self.defaults = replace(self.defaults, template=CHATML, stop=("<|im_end|>",))

@@ -51,11 +51,11 @@ class LlamaContext(
     LlamaFileMethods,
     Closing,
 ):
-    """A context of a model: decodes tokens and keeps their cells in its memory.
+    """A context of a model: decodes tokens and keeps their keys and values.
 
     Methods by topic, in the order of ``help()``:
 
-    close it, set it
+    lifetime and settings
         `close`, `is_closed`, `set_n_threads`, `set_adapters`, `adapters`, `perf`, `perf_reset`
     decode and generate
         `decode`, `encode`, `generate`, `abort`, `logits`, `embeddings`, `seq_embeddings`
@@ -96,9 +96,9 @@ class LlamaContext(
         Number of sequences, 1 to 256; ids are ``[0, n_seq_max)``.
     n_rs_seq
         Number of earlier states to keep of each recurrent state, for rolling back tokens of the
-        last decode: at most `n_rs_seq`, and one less than it had. Each costs as much memory as
-        the state. Supported by Qwen 3.5, LFM2, Nemotron-H and some others. Must be below
-        ``n_ubatch - 1``.
+        last decode: at most `n_rs_seq` tokens, and never all tokens of that decode. Each costs as
+        much memory as the state. Supported by Qwen 3.5, LFM2, Nemotron-H and some others. Must be
+        below ``n_ubatch - 1``.
     kv_unified
         One pool of cells for all sequences, so that forks share cells and cost nothing.
         ``False`` gives each sequence a stream of ``n_ctx / n_seq_max`` cells. MiniMax M3's
@@ -264,7 +264,7 @@ class LlamaContext(
 
     @property
     def is_closed(self) -> bool:
-        """Whether the context is closed, or belongs to the process before a fork."""
+        """Whether the context is closed, or was inherited through ``os.fork()``."""
         return self._native.is_closed
 
     def __repr__(self) -> str:

@@ -24,7 +24,7 @@ class KvCacheMethods:
     _native: lib.Context
 
     def copy_cache(self, src: SupportsIndex, dest: SupportsIndex, size: SupportsIndex) -> None:
-        """Replace ``dest`` by the positions ``[0, size)`` of ``src``.
+        """Replace ``dest`` with the positions ``[0, size)`` of ``src``.
 
         Equals ``copy_kv_cache_seq(src, dest, 0, size)``; a size of 0 empties ``dest``.
         """
@@ -37,7 +37,7 @@ class KvCacheMethods:
         p0: SupportsIndex | None = None,
         p1: SupportsIndex | None = None,
     ) -> None:
-        """Replace ``dest`` by the positions ``[p0, p1)`` of ``src`` (``llama_memory_seq_cp``).
+        """Replace ``dest`` with the positions ``[p0, p1)`` of ``src`` (``llama_memory_seq_cp``).
 
         With ``kv_unified=True`` the cells are shared and the copy costs no memory; otherwise
         the data is copied at the next decode or `kv_cache_update`. If the range is empty,
@@ -63,7 +63,7 @@ class KvCacheMethods:
         self._native.seq_cp(src, dest, p0, p1, "copy_kv_cache_seq")
 
     def copy_prefix(self, src: SupportsIndex, dest: SupportsIndex, n: SupportsIndex) -> None:
-        """Replace ``dest`` by the positions below ``n`` of ``src``.
+        """Replace ``dest`` with the positions below ``n`` of ``src``.
 
         A copy to itself keeps the prefix. An ``n`` of 0 empties ``dest``; an ``n`` beyond the end
         of ``src`` copies all of it.

@@ -357,8 +357,8 @@ class LlamaModel(ModelFacts, Closing):
         """Render messages with the model's chat template (needs Jinja2: the extra ``chat``).
 
         The text equals that of transformers' ``apply_chat_template``; tokenize it with
-        ``add_special=False, parse_special=True``. Templates come with downloaded files, so they
-        run in Jinja2's sandbox, on copies. The sandbox does not limit time and memory.
+        ``add_special=False, parse_special=True``. Templates come with downloaded files, so they run
+        in Jinja2's sandbox, on copies of the arguments. The sandbox does not limit time and memory.
 
         Parameters
         ----------
@@ -517,7 +517,7 @@ class LlamaModel(ModelFacts, Closing):
 
     @property
     def is_closed(self) -> bool:
-        """Whether the model is closed, or belongs to the process before a fork."""
+        """Whether the model is closed, or was inherited through ``os.fork()``."""
         return self._native.is_closed
 
     def __repr__(self) -> str:

@@ -563,7 +563,7 @@ class LlamaSequence(Closing):
             if self.is_closed
             else "parked"
             if self.is_parked
-            else "not evaluated"
+            else "no id"
             if self.seq_id is None
             else f"id {self.seq_id}"
         )

@@ -22,8 +22,8 @@ class MemoryInfo:
     ----------
     kind
         ``"attention"``, ``"sliding-window"``, ``"recurrent"``, ``"hybrid"``,
-        ``"hybrid-sliding-window"``, ``"none"``, or ``"other"``: a class of llama.cpp for
-        which only whole sequences are supported.
+        ``"hybrid-sliding-window"``, ``"none"``, or ``"other"``: sparse attention, which cannot
+        shift; of DeepSeek 4, only whole sequences can be copied or removed.
     class_name
         llama.cpp's C++ class.
     kv_unified
@@ -124,8 +124,8 @@ class IntrospectionMethods:
         """Kind of memory.
 
         ``"attention"``, ``"sliding-window"``, ``"recurrent"``, ``"hybrid"``,
-        ``"hybrid-sliding-window"``, ``"none"``, or ``"other"``: a class of llama.cpp for which
-        only whole sequences are supported.
+        ``"hybrid-sliding-window"``, ``"none"``, or ``"other"``: sparse attention, which cannot
+        shift; of DeepSeek 4, only whole sequences can be copied or removed.
         """
         return self._native.memory_kind
 
@@ -182,9 +182,9 @@ class IntrospectionMethods:
         """Return whether removing from ``pos`` on and decoding at ``pos`` gives the right logits.
 
         Right means attention over exactly the remaining cells, which equals a fresh run unless
-        cells were removed from the middle, shifted or divided before. The existing cells decide:
-        a recurrent state can continue only at its end, or with `n_rs_seq` be rolled back within
-        the last decode's tokens; a sliding window must still have the cells that the query at
-        ``pos`` sees. Always True at 0; an empty sequence can resume at 0 only.
+        cells were removed from the middle or their positions were shifted or divided before. The
+        existing cells decide: a recurrent state can continue only at its end, or with `n_rs_seq` be
+        rolled back within the last decode's tokens; a sliding window must still have the cells that
+        the query at ``pos`` sees. Always True at 0; an empty sequence can resume at 0 only.
         """
         return self._native.can_resume(seq_id, pos)

@@ -279,7 +279,7 @@ class LlamaSequence(Closing):
     def fork(self, n: SupportsIndex | None = None) -> Self:
         """Return a new sequence of the first n tokens that reuses their evaluation.
 
-        With ``kv_unified=True`` the cells are shared copy-on-write, and the fork costs no memory.
+        With ``kv_unified=True`` the cells are shared, and the fork costs no memory.
         If no id is free, the fork starts parked.
 
         Parameters
@@ -504,7 +504,7 @@ class LlamaSequence(Closing):
         ----------
         context
             The context to continue in. The model and all settings must match, except ``n_ctx``,
-            ``n_seq_max``, ``kv_unified`` and flash attention.
+            ``n_seq_max``, ``kv_unified``, ``swa_full`` and flash attention.
         path
             A file from `save`, or from `LlamaContext.save_sequence` with its tokens.
         checkpoints

@@ -166,9 +166,9 @@ class StateMethods(PartialStateMethods):
     ) -> None:
         """Replace a sequence with a saved state; on any error nothing changes.
 
-        The context may differ from the source's in ``n_ctx``, ``n_seq_max``, ``kv_unified``, flash
-        attention and sequence id, unless these decide whether attention uses an index (MiniMax M3).
-        There are no logits until a token is decoded.
+        The context may differ from the source's in ``n_ctx``, ``n_seq_max``, ``kv_unified``,
+        ``swa_full``, flash attention and sequence id, unless these decide whether attention uses an
+        index (MiniMax M3). There are no logits until a token is decoded.
 
         Parameters
         ----------

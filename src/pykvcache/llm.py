@@ -72,7 +72,7 @@ class Completion:
     finish_reason
         ``"stop"``, ``"length"``, ``"full"`` (no free cells in the context) or ``"aborted"``.
     logprobs
-        For each token, the log probabilities of the likeliest tokens and of the chosen one, by
+        For each token, the log-probabilities of the likeliest tokens and of the chosen one, by
         token id. Empty unless ``logprobs`` was given.
     reuse
         How many prompt tokens came from the prefix cache, and why no more did.
@@ -331,7 +331,7 @@ class LLM(Closing):
         stop
             Strings and token ids that end a text.
         logprobs
-            Number of likeliest tokens per position whose log probabilities are returned.
+            Number of likeliest tokens per position whose log-probabilities are returned.
         progress
             Show a progress bar. Default: on a terminal, if rich is installed.
 

@@ -122,7 +122,7 @@ def token_logprobs(
     tokens
         The chosen tokens.
     rows
-        For each token, log probabilities of the likeliest tokens and the chosen one.
+        For each token, log-probabilities of the likeliest tokens and the chosen one.
     top
         Number of likeliest tokens to report.
     """

@@ -362,11 +362,11 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
     def logprobs(
         self, source: HasContext | npt.NDArray[np.float32], i: SupportsIndex = -1
     ) -> FloatArray:
-        """Return the log probability of each token to be chosen by the next `sample`.
+        """Return the log-probability of each token to be chosen by the next `sample`.
 
         Includes bias, grammar, penalties, cuts and temperature: excluded tokens have ``-inf``; at
-        temperature 0 the single choice has 0. Does not change the sampler. For the model's own log
-        probabilities use ``Sampler(temperature=1, top_k=0, top_p=1, min_p=0)``.
+        temperature 0 the single choice has 0. Does not change the sampler. For the model's own
+        log-probabilities use ``Sampler(temperature=1, top_k=0, top_p=1, min_p=0)``.
 
         Parameters
         ----------

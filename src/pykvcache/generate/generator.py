@@ -186,7 +186,7 @@ class BatchGenerator(Closing):
         stop
             As in `LlamaSequence.generate`.
         logprobs
-            Number of likeliest tokens whose log probabilities are returned for each token.
+            Number of likeliest tokens whose log-probabilities are returned for each token.
         priority
             Requests of larger priority run first, and a cache evicts their blocks last.
         namespace

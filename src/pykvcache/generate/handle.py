@@ -52,7 +52,7 @@ class GenerationHandle:
 
     @property
     def logprobs(self) -> list[dict[int, float]]:
-        """The model's log probabilities for each token, as dicts by token id; a copy.
+        """The model's log-probabilities for each token, as dicts by token id; a copy.
 
         Contains the ``logprobs`` likeliest tokens and the chosen one; empty if not requested.
         """

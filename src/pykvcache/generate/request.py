@@ -164,7 +164,7 @@ class GenerationRequest:
 
     @property
     def logprobs(self) -> list[dict[int, float]]:
-        """The model's log probabilities for each token, as dicts by token id; a copy.
+        """The model's log-probabilities for each token, as dicts by token id; a copy.
 
         Contains the ``logprobs`` likeliest tokens and the chosen one; empty if not requested.
         """
@@ -264,7 +264,7 @@ class GenerationRequest:
             self._end("length")
 
     def _read(self) -> None:
-        """Search the new tokens for stop strings, and record their log probabilities."""
+        """Search the new tokens for stop strings, and record their log-probabilities."""
         tokens, rows = self._tokens, self._lane.rows
         for i in range(self._seen, len(tokens)):
             if self._n_logprobs and len(self._logprobs) == i:

@@ -127,7 +127,7 @@ class ChatCompletion:
 
 
 class LLM(Closing):
-    """A model that generates, chats and embeds, and never evaluates a prefix twice.
+    """A model that generates, chats and embeds, and reuses evaluated prefixes.
 
     Its parts are `model`, `context`, `cache` and `generator`. Any number of threads and tasks may
     call its methods; their requests are batched, one decode per step.
@@ -138,7 +138,8 @@ class LLM(Closing):
         Path of a GGUF file, or a `LlamaModel`, which is not closed with this object.
     cache
         Where evaluated prefixes are stored beyond this process: a folder, an address such as
-        ``"redis://host"``, a store, or a list of them, nearest first. Default: memory only.
+        ``"redis://host"``, a store, or a list of them, fastest first. Default: RAM only. Prefixes
+        shorter than one block (64 tokens) stay in RAM.
     folder_bytes
         Largest size of each folder in `cache` that is given by its path. Default: 10 GiB.
     n_ctx
@@ -150,14 +151,15 @@ class LLM(Closing):
         Number of layers on GPUs, if `model` is a path; negative: all. Default: all if this build
         has a GPU (see `pykvcache.devices`), as in llama.cpp.
     ram_bytes
-        Bytes of memory for the prefix cache. Default: an eighth of the machine's free memory,
+        Bytes of RAM for the prefix cache. Default: an eighth of the machine's free memory,
         at least 64 MiB and at most 4 GiB.
     namespace
         Namespace of the prefixes; namespaces share nothing.
     secret
         At least 16 bytes; encrypts blocks outside this process (needs the extra ``crypto``).
     tier_seconds
-        Longest wait of a request for `cache`. Default: a tenth of the estimated evaluation time.
+        Longest time that a request waits for `cache`, in seconds. Default: a tenth of the estimated
+        evaluation time.
     **options
         Other parameters of `LlamaContext`, such as ``type_k="q8_0"``, ``n_threads=4``.
 

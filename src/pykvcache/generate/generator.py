@@ -188,14 +188,14 @@ class BatchGenerator(Closing):
         logprobs
             Number of likeliest tokens whose log-probabilities are returned for each token.
         priority
-            Requests of larger priority run first, and a cache evicts their blocks last.
+            Requests of higher priority run first, and a cache evicts their blocks last.
         namespace
             Namespace of the cache whose prefixes may be reused; default: the cache's own.
         boundaries
             Token counts of the prompt at which messages end, as in `PrefixCache.sequence`.
         keep
-            Number of tokens, counted from the start of the prompt, that the cache stores at the
-            end, for example without a model's thinking. None for all.
+            Number of tokens, counted from the start of the prompt, that the cache stores when the
+            request ends, for example without a model's thinking. None for all.
 
         Returns
         -------

@@ -91,7 +91,7 @@ class GenerationHandle:
 
     @property
     def priority(self) -> int:
-        """Requests of larger priority run first."""
+        """Requests of higher priority run first."""
         return self._request.priority
 
     @property

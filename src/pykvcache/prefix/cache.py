@@ -34,18 +34,19 @@ __all__ = ["PrefixCache", "core_of"]
 
 
 class PrefixCache(Closing):
-    """Sequences of one context that start with the longest cached prefix of their prompt.
+    """A cache of evaluated prompts: its sequences start with the longest cached prefix.
 
     `sequence` takes a prompt. The prefix is forked from a live sequence, or restored from RAM,
-    where every token is stored once however many sequences share it, or from tiers. Closing a
-    sequence gives its new tokens to the cache. ``docs/prefix-cache.md`` explains the tree.
+    where every token is stored once however many sequences share it, or from tiers. When a sequence
+    is closed, the cache stores the keys and values of its new tokens. ``docs/prefix-cache.md``
+    explains the tree.
 
     Parameters
     ----------
     context
         The context that evaluates the prompts. A context has at most one cache.
     block_size
-        Tokens per block, the unit of names, events and tiers.
+        Tokens per block. Tiers and events handle whole blocks.
     ram_bytes
         Upper bound on the bytes kept outside the context: cells and states, bookkeeping, queued
         events, and buffers for the next blocks. Components used by live sequences or pins are
@@ -59,14 +60,14 @@ class PrefixCache(Closing):
     checkpoint_bytes
         Upper bound on the bytes of checkpoints of live sequences.
     tiers
-        Stores below RAM, nearest first: folders, addresses such as ``"redis://host"``, or stores
-        of `pykvcache.prefix.stores`.
+        Stores to search after RAM, fastest first: folders, addresses such as ``"redis://host"``, or
+        stores of `pykvcache.prefix.stores`.
     secret
         At least 16 bytes, shared by trusted writers and readers only. Records in tiers are then
         encrypted, and only records encrypted with it are accepted. Needs the extra ``crypto``.
     tier_seconds
-        Longest wait of a request for the tiers. Default: a tenth of the estimated evaluation
-        time, and no read if loading is estimated to take longer than that.
+        Longest time that a request waits for the tiers, in seconds. Default: a tenth of the
+        estimated evaluation time, and no read if loading is estimated to take longer than that.
     queue_bytes
         Upper bound on the bytes queued for writing, per tier. Default: half of ``ram_bytes``, at
         least 64 MiB. Records beyond it are not written, but counted as dropped.

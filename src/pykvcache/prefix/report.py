@@ -79,7 +79,7 @@ class CacheStats:
     stored, removed
         Number of blocks stored and removed.
     tiers
-        Counters of each tier, nearest first.
+        Counters of each tier, in the order of ``tiers``.
     hits
         Number of requests that reused at least one token.
     """

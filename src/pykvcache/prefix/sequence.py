@@ -1,4 +1,4 @@
-"""CachedSequence: starts with cached tokens, and gives the new ones to its cache."""
+"""CachedSequence: starts with cached tokens; its cache stores the new ones."""
 
 from __future__ import annotations
 
@@ -108,9 +108,9 @@ class Request:
 
 
 class CachedSequence(LlamaSequence):
-    """A sequence of a `PrefixCache`, made by `PrefixCache.sequence`; else like LlamaSequence.
+    """A sequence made by `PrefixCache.sequence`; otherwise like `LlamaSequence`.
 
-    Closing it, or garbage collection, gives the tokens that it evaluated to the cache.
+    When it is closed or garbage-collected, the cache stores the keys and values that it computed.
     """
 
     _core: CacheCore
@@ -157,12 +157,12 @@ class CachedSequence(LlamaSequence):
         return LlamaSequence.load(context, path, checkpoints=checkpoints, convert=convert)
 
     def close(self, *, keep: SupportsIndex | None = None) -> None:
-        """Give the evaluated tokens to the cache, and free the cells. Idempotent.
+        """Let the cache store the evaluated tokens, and free the cells. Idempotent.
 
         Parameters
         ----------
         keep
-            Number of first tokens that the cache gets, for example without the model's reasoning.
+            Number of first tokens that the cache stores, for example without the model's reasoning.
             Default: all.
         """
         if keep is not None:

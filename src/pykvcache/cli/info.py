@@ -43,7 +43,7 @@ N_UBATCH = 512
 )
 @option(
     "--n-ctx",
-    "Cells of the context whose size is shown, rounded up to a multiple of 256. "
+    "Size in tokens of the context whose bytes are shown, rounded up to a multiple of 256. "
     "Default: the trained context.",
     type=number(1, 2**31 - 1),
 )

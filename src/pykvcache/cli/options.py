@@ -205,8 +205,8 @@ adapter_options = _group(
 context_options = _group(
     option(
         "--n-ctx",
-        "Cells of the context, one per token, rounded up to a multiple of 256; 0: the model's "
-        "trained length.",
+        "Size of the context in tokens, rounded up to a multiple of 256; 0: the model's trained "
+        "length.",
         type=cells,
         default=4096,
     ),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
-pytest.importorskip("matplotlib", reason="pip install 'pykvcache[plot]'")
+pytest.importorskip("matplotlib", reason="pip install '.[plot]'")
 nbclient = pytest.importorskip("nbclient", reason="pip install nbclient ipykernel")
 pytest.importorskip("ipykernel", reason="pip install nbclient ipykernel")
 nbformat = pytest.importorskip("nbformat", reason="pip install nbclient ipykernel")

@@ -14,7 +14,7 @@ import pytest
 from support.models import make_model
 
 pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
-pytest.importorskip("matplotlib", reason="pip install 'pykvcache[plot]'")
+pytest.importorskip("matplotlib", reason="pip install '.[plot]'")
 
 from matplotlib.colors import to_rgba
 

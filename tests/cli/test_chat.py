@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
-pytest.importorskip("click", reason="pip install 'pykvcache[cli]'")
-pytest.importorskip("jinja2", reason="pip install 'pykvcache[cli]'")
+pytest.importorskip("click", reason="pip install '.[cli]'")
+pytest.importorskip("jinja2", reason="pip install '.[cli]'")
 
 from pykvcache import (
     LlamaContext,

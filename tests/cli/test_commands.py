@@ -15,7 +15,7 @@ from support.adapters import write_adapter
 from support.models import make_model
 
 pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
-pytest.importorskip("click", reason="pip install 'pykvcache[cli]'")
+pytest.importorskip("click", reason="pip install '.[cli]'")
 
 from pykvcache import LlamaContext, LlamaModel, LlamaSequence, Sampler, embedded_model_path
 from pykvcache.cli import main

@@ -14,7 +14,7 @@ import pytest
 from support.models import make_model
 
 pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
-pytest.importorskip("click", reason="pip install 'pykvcache[cli]'")
+pytest.importorskip("click", reason="pip install '.[cli]'")
 
 import pykvcache
 from pykvcache.cli import main

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
-pytest.importorskip("click", reason="pip install 'pykvcache[cli]'")
+pytest.importorskip("click", reason="pip install '.[cli]'")
 
 from devices.rpc_kit import has_rpc
 from pykvcache.cli import main

@@ -17,8 +17,8 @@ import pytest
 from numpy.typing import NDArray
 
 pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
-pytest.importorskip("click", reason="pip install 'pykvcache[cli]'")
-pytest.importorskip("jinja2", reason="pip install 'pykvcache[cli]'")
+pytest.importorskip("click", reason="pip install '.[cli]'")
+pytest.importorskip("jinja2", reason="pip install '.[cli]'")
 
 
 from cli.test_chat import PLAIN, Templated

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
-pytest.importorskip("click", reason="pip install 'pykvcache[cli]'")
+pytest.importorskip("click", reason="pip install '.[cli]'")
 
 from pykvcache import BatchGenerator, LlamaContext, LlamaModel, embedded_model_path
 from pykvcache.cli import main

@@ -28,7 +28,7 @@ class Kind:
 
     def at(self, folder: Path, server: str = NOWHERE) -> Kind:
         """Return the kind with its place filled in."""
-        pytest.importorskip(self.package, reason=f"pip install 'pykvcache[{self.package}]'")
+        pytest.importorskip(self.package, reason=f"pip install '.[{self.package}]'")
         address = self.address.format(folder=folder, server=server)
         return dataclasses.replace(self, address=address)
 

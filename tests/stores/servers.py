@@ -74,7 +74,7 @@ class Server:
 @contextlib.contextmanager
 def redis_server(folder: Path, *options: str, port: int | None = None) -> Iterator[Server]:
     """Run valkey-server or redis-server; skip where there is neither."""
-    pytest.importorskip("redis", reason="pip install 'pykvcache[redis]'")
+    pytest.importorskip("redis", reason="pip install '.[redis]'")
     path = shutil.which("valkey-server") or shutil.which("redis-server")
     if path is None:
         pytest.skip(INSTALL)
@@ -151,7 +151,7 @@ def redis_cluster(
     folder: Path, n: int = 3, n_replicas: int = 0, *options: str
 ) -> Iterator[Cluster]:
     """Run a cluster; skip where there is no server, or one without clusters."""
-    redis = pytest.importorskip("redis", reason="pip install 'pykvcache[redis]'")
+    redis = pytest.importorskip("redis", reason="pip install '.[redis]'")
     with contextlib.ExitStack() as stack:
         cluster = Cluster([], [], [], [], n, stack)
         for i, bus in enumerate(buses := free_ports(n + n_replicas)):

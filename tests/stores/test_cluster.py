@@ -22,7 +22,7 @@ from stores.servers import (
     start_again,
 )
 
-pytest.importorskip("redis", reason="pip install 'pykvcache[redis]'")
+pytest.importorskip("redis", reason="pip install '.[redis]'")
 
 BLOCKS = chain(24, "cluster", 5000)
 KEYS = [key for key, _ in BLOCKS]

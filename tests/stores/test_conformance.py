@@ -50,7 +50,7 @@ class TestEncrypted(TestSealed):
 
     @pytest.fixture(autouse=True)
     def _needs_cryptography(self) -> None:
-        pytest.importorskip("cryptography", reason="pip install 'pykvcache[crypto]'")
+        pytest.importorskip("cryptography", reason="pip install '.[crypto]'")
 
     def test_trimming_to_nothing_removes_all(self) -> None:
         blocks = chain(5)

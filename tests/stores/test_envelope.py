@@ -22,7 +22,7 @@ SECRET = "a secret of more than 16 bytes"
 def make(mode: str = "xxh3", **changes: Any) -> Envelope:
     options: dict[str, Any] = {"model": "m", "layout": "l"}
     if mode in ("encrypted", "authenticated"):
-        pytest.importorskip("cryptography", reason="pip install 'pykvcache[crypto]'")
+        pytest.importorskip("cryptography", reason="pip install '.[crypto]'")
         options |= {"secret": SECRET, "encrypt": mode == "encrypted"}
     return Envelope(**options | changes)
 

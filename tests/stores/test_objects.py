@@ -24,7 +24,7 @@ from pykvcache.prefix.stores import (
 from pykvcache.prefix.stores.conformance import StoreConformance, chain
 from stores.servers import free_port
 
-obstore = pytest.importorskip("obstore", reason="pip install 'pykvcache[obstore]'")
+obstore = pytest.importorskip("obstore", reason="pip install '.[obstore]'")
 
 BLOCKS = chain(12, "objects")
 KEYS = [key for key, _ in BLOCKS]

@@ -21,7 +21,7 @@ from pykvcache.prefix.stores import BlockStore, RedisStore, open_store
 from pykvcache.prefix.stores.conformance import StoreConformance, chain
 from stores.servers import PATIENT, Server, free_port, freeze, redis_server
 
-redis = pytest.importorskip("redis", reason="pip install 'pykvcache[redis]'")
+redis = pytest.importorskip("redis", reason="pip install '.[redis]'")
 
 BLOCKS = chain(12, "redis")
 KEYS = [key for key, _ in BLOCKS]

@@ -126,7 +126,7 @@ def test_a_store_that_an_address_names_is_not_made(
     scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if scheme == "file":
-        pytest.importorskip("obstore", reason="pip install 'pykvcache[obstore]'")
+        pytest.importorskip("obstore", reason="pip install '.[obstore]'")
     where = f"{scheme}://{tmp_path}/a%20place"
     for command in (["ls"], ["du"], ["verify"], ["trim", "0"], ["clear", "--yes"]):
         assert main(["cache", command[0], where, *command[1:]]) == 1, command
@@ -141,7 +141,7 @@ def test_a_store_that_an_address_names_is_not_made(
 def test_a_server_that_does_not_answer_is_not_an_empty_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    pytest.importorskip("redis", reason="pip install 'pykvcache[redis]'")
+    pytest.importorskip("redis", reason="pip install '.[redis]'")
     for command in (["ls"], ["du"], ["verify"], ["clear", "--yes"]):
         assert main(["cache", *command, "redis://:secret@127.0.0.1:1/0"]) == 1, command
         said = capsys.readouterr().err

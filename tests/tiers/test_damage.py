@@ -236,7 +236,7 @@ def test_damaged_records_are_misses(
 ) -> None:
     options: dict[str, Any] = WAIT
     if "secret" in where:
-        pytest.importorskip("cryptography", reason="pip install 'pykvcache[crypto]'")
+        pytest.importorskip("cryptography", reason="pip install '.[crypto]'")
         options = WAIT | {"secret": SECRET}
     with (
         STORES[where.partition(" ")[0]].running(tmp_path) as kind,

@@ -20,8 +20,8 @@ from pykvcache import PrefixCache
 from stores.servers import free_port
 from tiers.test_tiers import SIZE, WAIT, words
 
-pytest.importorskip("zmq", reason="pip install 'pykvcache[zmq]'")
-pytest.importorskip("msgpack", reason="pip install 'pykvcache[zmq]'")
+pytest.importorskip("zmq", reason="pip install '.[zmq]'")
+pytest.importorskip("msgpack", reason="pip install '.[zmq]'")
 
 from pykvcache.prefix.zmq_events import EventPublisher
 

@@ -15,8 +15,8 @@ from memory.kit import Make
 from pykvcache import PrefixCache
 from tiers.test_tiers import SIZE, words
 
-pytest.importorskip("zmq", reason="pip install 'pykvcache[zmq]'")
-pytest.importorskip("msgpack", reason="pip install 'pykvcache[zmq]'")
+pytest.importorskip("zmq", reason="pip install '.[zmq]'")
+pytest.importorskip("msgpack", reason="pip install '.[zmq]'")
 
 from pykvcache.prefix import zmq_events as publish
 from pykvcache.prefix.zmq_events import EventPublisher

@@ -21,7 +21,7 @@ SECRET, OTHER = "a secret of sixteen bytes", "another one of 16 bytes"
 def test_processes_share_with_their_namespace_and_secret_alone(
     model_folder: Path, tmp_path: Path
 ) -> None:
-    pytest.importorskip("cryptography", reason="pip install 'pykvcache[crypto]'")
+    pytest.importorskip("cryptography", reason="pip install '.[crypto]'")
     path, n = make_model("llama", model_folder), 60
     ways: list[dict[str, Any]] = [
         {"secret": SECRET, "namespace": "a"},

@@ -83,8 +83,8 @@ def main() -> None:
             group.setdefault("commit", earlier["versions"]["commit"])
         reported |= earlier.get("settings", {}).get("reported", {})
         few = {int(n) for n in re.findall(r"\d+", str(earlier["samples_of_what_takes_seconds"]))}
-        few.add(plan.few)
-        result["samples_of_what_takes_seconds"] = " to ".join(map(str, sorted({min(few), max(few)})))
+        ends = sorted({min(few | {plan.few}), max(few | {plan.few})})
+        result["samples_of_what_takes_seconds"] = " to ".join(map(str, ends))
     for name in options.only or GROUPS:
         if name in options.skip:
             continue

@@ -106,7 +106,7 @@ def describe(path: str, n_ctx: int | None, **options: Any) -> dict[str, Any]:
         facts.update(
             {
                 "can_fork": True,
-                "can_fork_a_prefix": memory.can_copy_partial,
+                "can_fork_a_part": memory.can_copy_partial,
                 "can_rewind": memory.can_remove_partial,
                 "can_shift": memory.can_shift,
                 "bytes_per_token": memory.bytes_per_token,

@@ -42,6 +42,8 @@ _LAST_N = {
     "penalty_last_n": "penalty_last_n",
     "dry_last_n": "dry_last_n",
 }
+# Other names in ``samplers``; adaptive-p always comes last, and there is no infill.
+_STAGES = {"typ_p": "typical_p", "adaptive_p": "", "infill": ""}
 # Fields that llama-server turns off by a negative number.
 _OFF = {"adaptive_target": None, "top_n_sigma": 0.0}
 
@@ -354,6 +356,9 @@ def sampler_of(request: Sampling, engine: Engine, **more: Any) -> Sampler:
         if (n := getattr(request, theirs)) is not None:
             most = min(engine.llm.context.n_ctx_seq, SETTINGS[ours].high)
             options[ours] = most if n < 0 else n
+    if request.samplers is not None:
+        names = (_STAGES.get(name, name) for name in request.samplers)
+        options["stages"] = [name for name in names if name]
     for name, off in _OFF.items():
         if (value := asked[name]) is not None and value < 0:
             options[name] = off

@@ -100,6 +100,7 @@ class Sampling(Settings, kw_only=True):
     model: str | None = None
     stream_options: Object | None = None
     n: Samples = 1
+    n_cmpl: Samples | None = None
     max_tokens: Limit | None = None
     max_completion_tokens: Count | None = None
     n_predict: Limit | None = None
@@ -113,11 +114,15 @@ class Sampling(Settings, kw_only=True):
     dry_penalty_last_n: LastN | None = None
     # Each costs a walk over the vocabulary.
     dry_sequence_breakers: Annotated[list[Breaker], Meta(max_length=16)] | None = None
+    samplers: Annotated[list[str], Meta(max_length=64)] | None = None
     logit_bias: Bias | None = None
     ignore_eos: bool = False
     stop: Stops | None = None
     json_schema: Object | bool | None = None
     timings_per_token: bool = False
+
+    def __post_init__(self) -> None:
+        self.n = self.n_cmpl or self.n
 
     @property
     def limit(self) -> int | None:

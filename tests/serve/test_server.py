@@ -85,8 +85,9 @@ def test_every_setting_reaches_the_sampler() -> None:
         order = ["penalties", "typ_p", "top_k", "temperature", "infill"]
         assert "stages=('penalties', 'typical_p', 'top_k', 'temperature')" in sampler(samplers=order)
         assert msgspec.convert({"prompt": "x", "n_cmpl": 3}, CompletionRequest).n == 3
-        with pytest.raises(msgspec.ValidationError):
-            sampler(dry_sequence_breakers=["!"] * 17)
+        for wrong in ({"dry_sequence_breakers": ["!"] * 17}, {"lora": [{"id": 0, "scale": 1}]}):
+            with pytest.raises(msgspec.ValidationError):
+                sampler(**wrong)
 
 
 def test_unknown_paths_and_large_bodies_are_refused(serve: Callable[..., str]) -> None:

@@ -116,12 +116,15 @@ class Sampling(Settings, kw_only=True):
     dry_sequence_breakers: Annotated[list[Breaker], Meta(max_length=16)] | None = None
     samplers: Annotated[list[str], Meta(max_length=64)] | None = None
     logit_bias: Bias | None = None
+    lora: list[Any] | None = None
     ignore_eos: bool = False
     stop: Stops | None = None
     json_schema: Object | bool | None = None
     timings_per_token: bool = False
 
     def __post_init__(self) -> None:
+        if self.lora:  # answers of another adapter would look right
+            raise ValueError("lora: adapters are those that the server was started with")
         self.n = self.n_cmpl or self.n
 
     @property

@@ -1,4 +1,4 @@
-"""The interface of mlx-lm's caches, and what reads their states."""
+"""The interface of mlx-lm's caches, and helpers that parse their states."""
 
 from __future__ import annotations
 

@@ -33,10 +33,10 @@ class QuantizedKVCache(BaseCache):
     """All tokens of a sequence, quantized in groups along the head.
 
     Modelled on mlx-lm's ``QuantizedKVCache``: keys and values are triples of packed uint32 codes,
-    scales and biases, `(batch, n_kv_heads, n_tokens, ...)` each. The scale is
-    ``(max - min) / (2**bits - 1)`` of its group, rounded up to the dtype. The error of an element
-    is at most half a scale plus rounding: to the nearest for float16, four ``eps`` of the group's
-    largest magnitude for float32 and float64. An empty cache has a state (mlx-lm fails).
+    scales and biases, `(batch, n_kv_heads, n_tokens, ...)` each. The scale of a group is
+    ``(max - min) / (2**bits - 1)``, rounded up to the dtype. An element's error is at most half the
+    scale, plus the rounding of the result: to the nearest float16, or four ``eps`` of the group's
+    largest magnitude in float32 and float64. An empty cache has a state (mlx-lm fails).
 
     Parameters
     ----------

@@ -134,7 +134,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     path.write_text('{"hash_ids": [1, 2], "input_length": 30}\n' * 3)
     assert main([str(path), "--policy", "lru", "--size", "50", "100"]) == 0
     out = capsys.readouterr().out
-    assert "small: 3 prompts, 90 tokens, 6 blocks of 16, 2 of them different" in out
+    assert "small: 3 prompts, 90 tokens, 6 blocks of 16, 2 of them distinct" in out
     assert "| lru    | 35.6 |  66.7 |" in out
     again = [str(path), "--policy", "lru", "--policy", "fifo", "--size", "50", "--size", "100"]
     assert main(again) == 0  # an option that is given again adds to it

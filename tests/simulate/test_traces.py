@@ -72,7 +72,7 @@ LOOKUP = {"type": "Lookup", "n_tokens": 4, "block_size": 2, "block_hashes": ["a"
         ([LOOKUP | {"block_hashes": "ab"}], "not a list"),
         ([LOOKUP | {"block_hashes": [[1]]}], "not a list"),
         ([LOOKUP, LOOKUP | {"block_size": 4}], r"several sizes of blocks: \[2, 4\]"),
-        ([{"hash_ids": [1, 2], "input_length": 1}], "lengths do not tell"),
+        ([{"hash_ids": [1, 2], "input_length": 1}], "cannot be derived from the lengths"),
         ([{"hash_ids": [1, 2]}], "input_length is None"),
     ],
 )

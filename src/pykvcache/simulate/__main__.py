@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(
                 f"\n{trace.name}: {len(trace.prompts):,} prompts, {trace.n_tokens:,} tokens, "
                 f"{trace.n_blocks:,} blocks of {trace.block_size}, {trace.n_unique():,} of them "
-                "different\n",
+                "distinct\n",
                 flush=True,
             )
             reports.append(compare(trace, policies, shares, jobs=jobs))

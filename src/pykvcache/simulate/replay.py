@@ -46,15 +46,15 @@ class Result:
 def replay(trace: Trace, policy: str | Policy, n_blocks: int) -> Result:
     """Replay a trace's prompts one after the other through a cache of `n_blocks` blocks.
 
-    Answers are not modelled: a prompt stores its own blocks, and the next prompt can hit all but
-    a partial last one.
+    Answers are not modelled: a prompt stores its own blocks, and later prompts can hit all of them
+    except a partial last one.
 
     Parameters
     ----------
     trace
         The prompts.
     policy
-        A name, or a new policy object.
+        A name, or a policy object that no cache has used.
     n_blocks
         Size of the cache in blocks.
     """
@@ -78,9 +78,10 @@ def replay(trace: Trace, policy: str | Policy, n_blocks: int) -> Result:
 def most_hits(trace: Trace, n_blocks: int) -> Result:
     """Replay with Belady's rule, adapted to trees: no policy finds more blocks.
 
-    After each prompt, of the cached blocks and the prompt's own, the blocks that are used soonest
-    stay; a new block may be refused. A block is used whenever a later one is, so of equals the
-    deepest are evicted first, and the cached blocks form a tree.
+    After each prompt the cache keeps the blocks with the nearest next use, among those cached and
+    the prompt's own, so a new block may be refused. A use of a block is also a use of the blocks
+    before it; of blocks with the same next use the deepest is evicted first, so the cached blocks
+    form a tree.
 
     Parameters
     ----------

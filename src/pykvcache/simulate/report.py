@@ -176,7 +176,7 @@ def check_picture(path: str | os.PathLike[str]) -> str:
     if os.path.splitext(name)[1].lower() not in endings:
         known = ", ".join(endings)
         raise ArgumentError(
-            f"path is {shown(name)}: it ends with none of {known}", "path", name, endings
+            f"path is {shown(name)}: its suffix must be one of {known}", "path", name, endings
         )
     if not os.path.isdir(folder := os.path.dirname(name) or os.curdir):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder)
@@ -208,7 +208,7 @@ def draw(reports: Sequence[Report], path: str | os.PathLike[str]) -> None:
         if not isinstance(report, Report):
             raise TypeError(f"reports must hold Reports, not {type(report).__name__}")
     if not reports:
-        raise ArgumentError("reports are 0: a picture needs one at least", "reports", 0, 1)
+        raise ArgumentError("there are no reports to draw", "reports", 0, 1)
     figure = Figure(figsize=(6 * len(reports), 4.5), layout="constrained")
     pictures = figure.subplots(1, len(reports), squeeze=False)[0]
     for axes, report in zip(pictures, reports, strict=True):

@@ -175,7 +175,7 @@ def read_trace(path: str | os.PathLike[str], block_size: int | None = None) -> T
     title = os.path.basename(name).removesuffix(".gz").removesuffix(".jsonl")
     size = block_size or next(iter(sizes), None) or _guess_block_size(prompts, lengths)
     if size is None:
-        raise ArgumentError(f"{name}: lengths do not tell block_size", "block_size", None, name)
+        raise ArgumentError(f"{name}: the block size cannot be derived from the lengths: pass block_size", "block_size", None, name)
     for at, ids, length in zip(lines, prompts, lengths, strict=True):
         _check_length(ids, length, size, f"{name}, line {at}")
     return Trace.from_ids(title, prompts, lengths, size)
@@ -195,7 +195,7 @@ def _as_ids(ids: Any, where: str) -> NDArray[np.uint32]:
 
 
 def _check_length(ids: Sized, length: int, block_size: int, where: str) -> None:
-    """Raise unless a prompt of this length has `n` blocks."""
+    """Raise unless the number of ids fits the length of the prompt."""
     n, full = len(ids), length // block_size
     if n and not full <= n <= -(-length // block_size):
         last = f" or {full + 1}" if length % block_size else ""

@@ -171,7 +171,7 @@ def news(draw: _Draw) -> Iterator[_Ids]:
 
 
 def once(draw: _Draw) -> Iterator[_Ids]:
-    """Yield one-time prompts, four of five, among popular ones."""
+    """Yield mostly one-time prompts (four of five), and popular ones."""
     texts = [draw.new(3, 20) for _ in range(200)]
     pick = draw.zipf(200, 0.8)
     while True:
@@ -179,7 +179,7 @@ def once(draw: _Draw) -> Iterator[_Ids]:
 
 
 def twice(draw: _Draw) -> Iterator[_Ids]:
-    """Yield prompts that recur once, some hundred prompts later."""
+    """Yield prompts that recur once, 20 to 400 prompts later."""
     late: list[tuple[int, _Ids]] = []
     for now in count():
         while late and late[0][0] <= now:

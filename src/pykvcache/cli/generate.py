@@ -106,7 +106,7 @@ def generate(
     if logprobs and not as_json:
         raise click.UsageError("--logprobs goes with --json")
     if grammar is not None and json_schema is not None:
-        raise click.UsageError("--grammar and --json-schema were given: one of them")
+        raise click.UsageError("give --grammar or --json-schema, not both")
     text = read_text(prompt, file)
     with load_model(model, options["n_gpu_layers"]) as loaded:
         follow: dict[str, Any] = {}

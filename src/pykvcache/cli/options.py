@@ -33,6 +33,7 @@ __all__ = [
     "read_text",
     "sampling_of",
     "sampling_options",
+    "server_sampling_options",
     "stop_option",
     "swa_option",
     "template_option",
@@ -114,7 +115,7 @@ model_option = option(
 )
 layers_option = option(
     "-ngl --gpu-layers n_gpu_layers",
-    "Number of layers on GPUs. Default: all if this build has a GPU, as in llama.cpp.",
+    "Number of layers on GPUs. Default: all, if this build supports a GPU and the machine has one.",
     type=number(0, 2**31 - 1),
 )
 threads_option = option(
@@ -124,7 +125,7 @@ threads_option = option(
     type=number(1, 512),
 )
 template_option = option(
-    "--chat-template --template template",
+    "--chat-template --chat-template-file --template template",
     "A Jinja chat template in place of the model's own.",
     type=click.Path(),
     metavar="FILE",
@@ -135,7 +136,7 @@ swa_option = click.option(
     default=True,
     show_default=True,
     help="Sliding-window layers keep all tokens, or only the window, which saves memory; then long "
-    "rewinds evaluate tokens again.",
+    "rewinds evaluate tokens again. --swa-window is the same as --no-swa-full.",
 )
 
 
@@ -218,27 +219,36 @@ context_options = _group(
 )
 # Arguments of `Sampler` that have an option of the same name, with its help.
 _SAMPLING = {
-    "temperature": "0: greedy, always the most likely token.",
+    "temperature": "Sampling temperature; 0: always the most likely token.",
     "top_k": "Choose from the K most likely tokens; 0: from all.",
     "top_p": "Choose from the most likely tokens with this total probability; 1: from all.",
     "min_p": "Drop tokens below this fraction of the highest probability; 0: none.",
     "repeat_penalty": "Above 1: repeated tokens become less likely.",
 }
+
+
+def _sampling_group(*short: str) -> Callable[[F], F]:
+    """Return the options of a `Sampler`, with short forms of ``--temperature``."""
+    return _group(
+        *(
+            click.option(
+                *(short if name == "temperature" else ()),
+                f"--{name.replace('_', '-')}",
+                type=SETTINGS[name].kind,
+                default=SETTINGS[name].default,
+                show_default=True,
+                help=text,
+            )
+            for name, text in _SAMPLING.items()
+        ),
+        click.option("--seed", type=int, help="Same seed, same text. Default: random."),
+    )
+
+
 #: The options of a `Sampler`: see `make_sampler`.
-sampling_options = _group(
-    *(
-        click.option(
-            *(["-t"] if name == "temperature" else []),
-            f"--{name.replace('_', '-')}",
-            type=SETTINGS[name].kind,
-            default=SETTINGS[name].default,
-            show_default=True,
-            help=text,
-        )
-        for name, text in _SAMPLING.items()
-    ),
-    click.option("--seed", type=int, help="Same seed, same text. Default: random."),
-)
+sampling_options = _sampling_group("-t")
+#: The same without ``-t``, which is the number of threads in llama-server.
+server_sampling_options = _sampling_group()
 
 
 def sampling_of(options: dict[str, Any]) -> dict[str, Any]:
@@ -260,7 +270,7 @@ def make_sampler(options: dict[str, Any], **more: Any) -> Sampler:
 def read_text(given: str | None, file: str | None) -> str:
     """Return a text from an argument, from a file, or from standard input (``-``, or a pipe)."""
     if given is not None and file is not None:
-        raise click.UsageError("a text and --file were given: one of them")
+        raise click.UsageError("give a text or --file, not both")
     if file is not None:
         return read_file(file)
     if sys.stdin is not None and (given == "-" or (given is None and not is_terminal(sys.stdin))):

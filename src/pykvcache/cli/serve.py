@@ -23,8 +23,9 @@ from pykvcache.cli.options import (
     option,
     read_file,
     sampling_of,
-    sampling_options,
+    server_sampling_options,
     swa_option,
+    template_option,
     threads_option,
 )
 from pykvcache.llm import as_tiers, is_folder
@@ -84,15 +85,16 @@ http://127.0.0.1:8080/ shows the cache in a browser.
 )
 @option(
     "--tier-seconds",
-    "Longest time that a request waits for --cache. Default: a tenth of its estimated evaluation "
-    "time.",
+    "Longest time that a request waits for a read from --cache. Default: a tenth of its estimated "
+    "evaluation time.",
     type=float,
     metavar="SECONDS",
 )
 @option(
     "--n-ctx",
-    "Size of the context in tokens, shared by all requests. Default: what fits into a quarter of "
-    "the free memory, at most 32,768.",
+    "Cells of the context, one per token, shared by all requests. Default: --parallel times the "
+    "model's trained length, at most 32,768, and no more than fit into a quarter of the free "
+    "memory.",
     type=number(0, 2**31 - 1),
 )
 @option(
@@ -151,18 +153,13 @@ http://127.0.0.1:8080/ shows the cache in a browser.
 @cache_type_options
 @swa_option
 @adapter_options
-@option(
-    "--chat-template --template template",
-    "A Jinja chat template in place of the model's own.",
-    type=click.Path(dir_okay=False),
-    metavar="FILE",
-)
+@template_option
 @option(
     "--chat-template-kwargs variables",
     "Variables of the chat template, such as '{\"enable_thinking\": false}'.",
     metavar="JSON",
 )
-@sampling_options
+@server_sampling_options
 @option(
     "--cors-origin origins",
     "Origin of web pages that may call the server, such as https://chat.local; '*' for all. "
@@ -256,16 +253,19 @@ def serve(
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Return a socket with this address, on which nothing listens yet."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # asyncio sets it for its own sockets only. Without it a token may wait 40 ms for an ACK.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    """Return a socket with an address, before it listens: loading a model may take minutes."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        # asyncio sets it for its own sockets only. Without it a token may wait 40 ms for an ACK.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise click.ClickException(f"{host}, port {port}: {error.strerror}") from None
+        raise click.ClickException(f"port {port} on {host}: {error.strerror or error}") from None
     return listener
 
 
@@ -301,7 +301,10 @@ def read_keys(path: str | None, given: tuple[str, ...]) -> dict[str, str] | None
             if not parts or parts[0].startswith("#"):
                 continue
             if len(parts) > 2:
-                raise click.ClickException(f"{path}, line {i}: a key, and after a space a name")
+                raise click.ClickException(
+                    f"{path}, line {i}: it must be a key, a space and a tenant's name, and has "
+                    f"{len(parts)} words"
+                )
             keys[parts[0]] = parts[1] if len(parts) == 2 else _name(parts[0])
     for key in given:
         keys[key] = _name(key)

@@ -122,9 +122,11 @@ def cut(file: str, out: str, tokens: int) -> None:
 def convert(
     file: str, out: str, model: str, to: str, type_k: str | None, type_v: str | None
 ) -> None:
-    """Write a state with other types, or in another format.
+    r"""Write a state with other types, or in another format.
 
-    For example: pykvcache state convert -m model.gguf chat.kv small.kv --type-k q8_0 --type-v q8_0
+    \b
+    For example:
+      pykvcache state convert -m model.gguf chat.kv small.kv --type-k q8_0 --type-v q8_0
 
     --to, --type-k and --type-v say what to change. Without them a llama.cpp file is converted to
     pykvcache's format. The model (-m) must be the one that the state was saved with.

@@ -57,7 +57,7 @@ class Embedder(Closing):
         for ids in texts:
             if not 1 <= len(ids) <= ctx.n_ubatch:
                 raise ArgumentError(
-                    f"a text of {len(ids)} tokens: from 1 to {ctx.n_ubatch} have an embedding",
+                    f"a text has {len(ids)} tokens; a text to embed has 1 to {ctx.n_ubatch}",
                     "texts",
                     len(ids),
                     ctx.n_ubatch,

@@ -130,12 +130,12 @@ def _messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     """Return an Anthropic message as OpenAI's, where each tool result is a message of its own."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
-        told = f"{where}.role is {role!r}: 'user' or 'assistant'"
+        told = f"{where}.role is {role!r}: it must be 'user' or 'assistant'"
         raise ApiError(400, told, param=f"{where}.role")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
-        told = f"{where}.content is text, or a list of blocks"
+        told = f"{where}.content must be text, or a list of blocks"
         raise ApiError(400, told, param=f"{where}.content")
     new: dict[str, Any] = {"role": role, "content": []}
     results: list[dict[str, Any]] = []
@@ -178,7 +178,7 @@ def _tool_choice(choice: dict[str, Any]) -> str | dict[str, Any] | None:
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
     if not isinstance(kind, str | None) or kind not in _CHOICES:
-        told = f"tool_choice.type is {kind!r}: 'auto', 'any', 'tool' or 'none'"
+        told = f"tool_choice.type is {kind!r}: it must be 'auto', 'any', 'tool' or 'none'"
         raise ApiError(400, told, param="tool_choice")
     return _CHOICES[kind]
 

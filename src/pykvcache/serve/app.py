@@ -192,7 +192,9 @@ def _check_origin(http: Request) -> str | None:
     needs_loopback = state.tenants is None
     if needs_loopback and not is_loopback(http.url.hostname or ""):
         raise ApiError(
-            403, f"this server is not for the host {http.url.hostname!r}: it has no keys"
+            403,
+            f"the Host header is {http.url.hostname!r}: without API keys this server answers only "
+            "requests to localhost",
         )
     if origin is None:
         return None

@@ -240,7 +240,7 @@ class Generation:
         return sum(len(handle.tokens) for handle in self._handles)
 
     def n_written(self, *, least_ttl: float = 0, most_ttl: float = float("inf")) -> int:
-        """Return how many tokens of the prompt were written by breakpoints with such a ttl."""
+        """Return how many tokens of the prompt breakpoints wrote whose TTL is in this range."""
         n, cached = 0, self.n_cached
         for place in self.job.breakpoints if self.job.use_cache else ():
             new = max(place.n_tokens - cached, 0)

@@ -103,7 +103,7 @@ class Bodies:
             size += len(part)
             self._in_flight += len(part)
             if size > self._max_bytes:
-                raise ApiError(413, f"the body is larger than {self._max_bytes} bytes")
+                raise ApiError(413, f"the body is larger than {self._max_bytes} bytes (--max-body)")
             if self._in_flight > 8 * self._max_bytes:
                 raise ApiError(429, "too many large bodies at once", retry_after=1)
 

@@ -45,7 +45,7 @@ def find_models(paths: Sequence[str], alias: str | None = None) -> dict[str, str
     names = [file.name.removesuffix(".gguf") for file in files]
     if alias is not None:
         if len(files) != 1:
-            raise ValueError(f"one alias for {len(files)} models")
+            raise ValueError(f"--alias names a single model, not {len(files)}")
         names = [alias]
     if len(set(names)) != len(names):
         raise ValueError("two models have the same file name: rename one, or serve them apart")
@@ -99,7 +99,7 @@ class Models:
     def resolve(self, name: str | None) -> str:
         """Return the name of a model that is served.
 
-        With one model any name is that one: clients often send the name of a hosted model.
+        A server with one model accepts any name: clients often send the name of a hosted model.
 
         Raises
         ------

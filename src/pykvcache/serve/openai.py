@@ -165,7 +165,11 @@ def completion_job(
     """Return the job of a completion; `default` is its ``max_tokens``."""
     prompts = [_tokens(engine, parts) for parts in prompts_of(request.prompt)]
     if len(prompts) * request.n > 2048:
-        raise ApiError(400, f"{len(prompts)} prompts, {request.n} samples: at most 2048", param="n")
+        raise ApiError(
+            400,
+            f"{len(prompts)} prompts with {request.n} samples each: at most 2048 texts",
+            param="n",
+        )
     says = any(n is not None for n in (request.max_tokens, request.n_predict))
     return Job(
         prompts=tuple(prompts),
@@ -180,7 +184,7 @@ def completion_job(
 
 
 def _tokens(engine: Engine, parts: list[str | list[int]]) -> Any:
-    """Return the tokens of texts and runs of ids; a text in front gets special tokens."""
+    """Return the tokens of texts and token ids; a text that comes first gets special tokens."""
     model = engine.llm.model
     found = [
         model.tokenize(part, parse_special=True, add_special=i == 0)
@@ -237,7 +241,7 @@ async def embeddings(http: Request) -> Response:
     """``POST /v1/embeddings``."""
     request = read(http, EmbeddingRequest)
     if request.encoding_format not in ("float", "base64"):
-        told = f"encoding_format is {request.encoding_format!r}: 'float' or 'base64'"
+        told = f"encoding_format is {request.encoding_format!r}: it must be 'float' or 'base64'"
         raise ApiError(400, told, param="encoding_format")
     name = models_of(http).resolve(request.model)
     async with models_of(http).engine(name) as engine:
@@ -246,7 +250,7 @@ async def embeddings(http: Request) -> Response:
         rows = await engine.embed(prompts)
     if request.dimensions is not None:
         if request.dimensions > rows.shape[1]:
-            told = f"dimensions is {request.dimensions}: at most {rows.shape[1]}"
+            told = f"dimensions is {request.dimensions}: it must be at most {rows.shape[1]}"
             raise ApiError(400, told, param="dimensions")
         rows = rows[:, : request.dimensions]
         rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)

@@ -117,7 +117,7 @@ def chat_prompt(
         [True],
         [False, True],
     ):
-        told = "an answer continues one message of the assistant, which is the last one"
+        told = "the messages must end with exactly one of the assistant to be continued"
         raise ApiError(400, told, param="messages")
     variables = _variables(variables, engine)
     model = engine.llm.model
@@ -173,7 +173,7 @@ def _texts(content: Any, where: str) -> list[str]:
     if isinstance(content, str) or content is None:
         return [content or ""]
     if not isinstance(content, list):
-        told = f"{where} is {type(content).__name__}: text, or a list of parts"
+        told = f"{where} is {type(content).__name__}: it must be text, or a list of parts"
         raise ApiError(400, told, param=where)
     found = []
     for part in content:
@@ -406,7 +406,7 @@ def prompts_of(given: Any, *, depth: int = 0) -> list[list[str | list[int]]]:
         if any(isinstance(one, int) and not isinstance(one, bool) for one in given):
             return [_mixed(given)]
         if len(given) > 2048:
-            raise ApiError(400, f"{len(given)} prompts: at most 2048", param="prompt")
+            raise ApiError(400, f"{len(given)} prompts were given: at most 2048", param="prompt")
         return [prompt for one in given for prompt in prompts_of(one, depth=depth + 1)]
     raise ApiError(
         400, "prompt is text, token ids, or a list of prompts, and not empty", param="prompt"

@@ -67,7 +67,7 @@ class Common(Struct, kw_only=True):
         if mode not in ("implicit", "explicit"):
             raise ApiError(
                 400,
-                f"prompt_cache_options.mode is {mode!r}: 'implicit' or 'explicit'",
+                f"prompt_cache_options.mode is {mode!r}: it must be 'implicit' or 'explicit'",
                 param="prompt_cache_options.mode",
             )
         return bool(mode == "explicit")
@@ -281,6 +281,5 @@ def seconds(ttl: Any) -> float:
         found = float(ttl[:-1]) * _UNITS[ttl[-1]]
     if 0 < found <= _LONGEST:
         return found
-    raise ApiError(
-        400, f"ttl is {ttl!r}: '5m', '12h' or a number of seconds, at most a week", param="ttl"
-    )
+    told = f"ttl is {ttl!r}: it must be '5m', '12h' or a number of seconds, at most a week"
+    raise ApiError(400, told, param="ttl")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, overload
@@ -57,6 +58,11 @@ Tools: TypeAlias = Sequence[Mapping[str, Any]]
 MOST_CELLS = 32_768
 MOST_RAM_BYTES = 4 << 30
 LEAST_RAM_BYTES = 64 << 20
+
+#: Names of the parameters of classes to which options are passed.
+_PARAMETERS: dict[type, frozenset[str]] = {
+    kind: frozenset(inspect.signature(kind).parameters) for kind in (LlamaContext, Sampler)
+}
 
 
 @dataclass(frozen=True)
@@ -148,8 +154,8 @@ class LLM(Closing):
     n_parallel
         Number of sequences generated at once.
     n_gpu_layers
-        Number of layers on GPUs, if `model` is a path; negative: all. Default: all if this build
-        has a GPU (see `pykvcache.devices`), as in llama.cpp.
+        Number of layers on GPUs, if `model` is a path; negative: all. Default: all, if this build
+        supports a GPU and the machine has one (see `pykvcache.devices`).
     ram_bytes
         Bytes of RAM for the prefix cache. Default: an eighth of the machine's free memory,
         at least 64 MiB and at most 4 GiB.
@@ -195,6 +201,7 @@ class LLM(Closing):
         tier_seconds: float | None = None,
         **options: Any,
     ) -> None:
+        _check_options(options, LlamaContext, "LLM")
         n_seq_max = as_int(n_parallel, "n_parallel", 1, 256)
         self._owns_model = not isinstance(model, LlamaModel)
         if isinstance(model, LlamaModel):
@@ -540,6 +547,7 @@ class LLM(Closing):
         **sampling
             As for `Sampler`: ``temperature``, ``top_p``, ``seed``...
         """
+        _check_options(sampling, Sampler, "create_completion")
         sampler = Sampler(model=self._model, **sampling)
         start = head("cmpl-", "text_completion", Path(self._model.path).name)
         tokens = self.tokens_of(prompt)
@@ -612,6 +620,7 @@ class LLM(Closing):
         """
         schema = schema_of(response_format)
         own = {} if template is None else {"template": template}
+        _check_options(sampling, Sampler, "create_chat_completion")
         sampler = Sampler(model=self._model, **sampling)
         form, handle, written = self._submit_chat(
             messages, tools, tool_choice, schema, max_tokens, sampler, stop, own
@@ -701,6 +710,14 @@ def _aborting(handle: GenerationHandle) -> Iterator[None]:
     finally:
         if handle.finish_reason is None:
             handle.abort()
+
+
+def _check_options(given: Iterable[str], kind: type, caller: str) -> None:
+    """Raise TypeError for options that `kind`, to which they are passed, does not have."""
+    for name in given:
+        if name not in _PARAMETERS[kind]:
+            more = f"parameters of {kind.__name__} are its further options"
+            raise TypeError(f"{caller} has no option {name!r}; {more}")
 
 
 def as_tiers(cache: Any, folder_bytes: int | None = None) -> list[Any]:

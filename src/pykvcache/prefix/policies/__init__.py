@@ -42,7 +42,10 @@ def make_policy(policy: str | Policy) -> Policy:
     if isinstance(policy, Policy):
         return policy
     if not isinstance(policy, str):
-        raise TypeError(f"policy must be a name or a Policy, not {type(policy).__name__}")
+        given = (
+            f"the class {policy.__name__}" if isinstance(policy, type) else type(policy).__name__
+        )
+        raise TypeError(f"policy must be a name or a Policy object, not {given}")
     if policy not in POLICIES:
         raise ArgumentError(
             f"there is no policy {shown(policy)}: known are {', '.join(POLICIES)}",

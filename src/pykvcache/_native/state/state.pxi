@@ -234,8 +234,9 @@ cdef class State(Arrays):
             raise NoKvCacheSlot(f"the state {why}", n_tokens=found.value, n_cells=found.limit)
         if fault == lib.STATE_TRUNCATED:
             found.value = pieces.size
+        how = " does not fit this context:" if fault == lib.STATE_MISMATCH else ""
         raise _FAULTS[fault](
-            f"the state {why}" if fault != lib.STATE_MISMATCH else f"the state is of another memory: {why}",
+            f"the state{how} {why}",
             what=_text(found.what) or None,
             value=found.value if found.counted else None,
             limit=found.limit if found.counted else None)

@@ -135,7 +135,7 @@ def shown(value: object) -> str:
 
 
 class KvCacheConversionError(KvCacheError, ValueError):
-    """A value does not fit the memory API."""
+    """An integer does not fit a C ``int32_t``, or an operation is not supported."""
 
 
 class _TooLarge(KvCacheConversionError, OverflowError):
@@ -270,7 +270,7 @@ class GrammarError(DetailedError, ValueError):
 
 
 class ClosedError(DetailedError, ValueError):
-    """The object was closed, or belongs to the process before a fork."""
+    """The object was closed, or was inherited from the parent process through ``os.fork()``."""
 
 
 class StaleViewError(KvCacheError, ReferenceError):
@@ -338,7 +338,10 @@ class ChatParseError(KvCacheError, ValueError):
 
 
 class StoreError(DetailedError, ValueError):
-    """A store got an invalid argument. Failures of disks and servers never raise."""
+    """A store got an invalid argument, or cannot be opened (wrong password, missing bucket).
+
+    Later failures of disks and servers raise nothing: they are misses.
+    """
 
 
 class ModelLoadError(KvCacheError, OSError):

@@ -312,7 +312,7 @@ class BatchGenerator(Closing):
 
     @staticmethod
     def _end_empty(requests: list[GenerationRequest]) -> None:
-        """End requests of no tokens."""
+        """End requests whose ``max_tokens`` is 0."""
         for request in requests:
             request._end("length")
             if request._owns:

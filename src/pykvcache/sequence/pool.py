@@ -276,7 +276,7 @@ class SequencePool(lib.Turns):
             self.dropped.popleft()
 
     def renounce(self) -> None:
-        """Count nothing that sequences hold: it was computed with other adapters."""
+        """Treat the cells of all sequences as not evaluated: other adapters computed them."""
         for cells in list(self._members):
             cells.release()
 

@@ -351,7 +351,7 @@ class LlamaSequence(Closing):
         n_keep: SupportsIndex = 4,
         logprobs: SupportsIndex = 0,
     ) -> Generation:
-        """Generate tokens; every yielded token is appended to `tokens`, and no other.
+        """Generate tokens; every yielded token is appended to `tokens`, and no other token is.
 
         An end-of-generation token ends the generation; it is neither yielded nor appended. Repeated
         calls, ``break``, a full cache or an exception lose nothing: the next call continues.

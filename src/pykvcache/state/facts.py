@@ -140,7 +140,7 @@ class Fingerprint:
             )
 
     def _called(self) -> str:
-        """Describe the model; its name alone may be that of other weights."""
+        """Describe the model by name and fingerprint: other weights may have the same name."""
         name = f"{self.model_name!r} " if self.model_name else "one without a name "
         return (
             f"{name}({self.architecture[:40]}, {self.n_layer} layers, fingerprint "

@@ -374,7 +374,7 @@ class StateMethods(PartialStateMethods):
         Raises
         ------
         ModelLoadError
-            The model's file was changed since it was loaded, so that it cannot be named.
+            The model's file changed after it was loaded, so it cannot be fingerprinted.
         """
         names = self._native.adapter_names
         return (

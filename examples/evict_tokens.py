@@ -1,7 +1,7 @@
 """Evict tokens by properties of their keys, and measure the cost.
 
 In stories of the model, half and three quarters of the tokens are dropped in NumPy by several
-rules. The score is how many nats more each of the next 64 tokens surprises the model than with the
+rules. The score is the rise in cross-entropy of the next 64 tokens, in nats per token, against the
 whole cache. Layers share cells, so a token counts by its mean over layers. 17 tokens always stay.
 
 Usage: python examples/evict_tokens.py [model.gguf]

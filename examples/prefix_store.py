@@ -26,8 +26,8 @@ with tempfile.TemporaryDirectory() as store, LlamaModel(path) as model:
         with LlamaContext(model, n_ctx=512) as ctx:
             if ctx.memory_kind != "attention":
                 sys.exit(
-                    f"{path} has {ctx.memory_kind} memory, of which no part stands for some tokens "
-                    "alone: examples/prefix_cache.py works with every model"
+                    f"{path} has {ctx.memory_kind} memory, which cannot be cut into blocks of "
+                    "tokens: examples/prefix_cache.py works with every model"
                 )
             prompt = model.tokenize(STORY + end)
             # A block's name depends on all tokens up to its end, like its keys and values.

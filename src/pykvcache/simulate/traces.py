@@ -175,7 +175,8 @@ def read_trace(path: str | os.PathLike[str], block_size: int | None = None) -> T
     title = os.path.basename(name).removesuffix(".gz").removesuffix(".jsonl")
     size = block_size or next(iter(sizes), None) or _guess_block_size(prompts, lengths)
     if size is None:
-        raise ArgumentError(f"{name}: the block size cannot be derived from the lengths: pass block_size", "block_size", None, name)
+        text = f"{name}: the block size cannot be derived from the lengths: pass block_size"
+        raise ArgumentError(text, "block_size", None, name)
     for at, ids, length in zip(lines, prompts, lengths, strict=True):
         _check_length(ids, length, size, f"{name}, line {at}")
     return Trace.from_ids(title, prompts, lengths, size)

@@ -19,7 +19,7 @@ def noted(row: Row, what: str) -> float:
 
 def enough(groups: dict[str, Rows]) -> Verdict:
     """At most 2 % over ideal with plenty of memory."""
-    text = "shared prefixes, plenty of RAM: at most 2 % more tokens evaluated than were never seen"
+    text = "shared prefixes, plenty of RAM: at most 2 % more tokens evaluated than are new"
     found = {
         name: row.samples[US][0] / noted(row, "ideal")
         for name, row in groups.get("reuse", {}).items()
@@ -111,4 +111,5 @@ def alone(groups: dict[str, Rows]) -> Verdict:
             words[-1] += f", only copying blocks {floor:.3f}"
     if not words:
         return Verdict("reuse_alone", text, "-", None)
-    return Verdict("reuse_alone", text, "; ".join(words), min(values) >= 0.99)
+    figure = "; ".join(said for _, said in sorted(zip(values, words, strict=True)))
+    return Verdict("reuse_alone", text, figure, min(values) >= 0.99)

@@ -64,6 +64,13 @@ def copies(groups: dict[str, Rows]) -> Verdict:
     return Verdict("copies", text, figure, not low)
 
 
+def _told(name: str) -> str:
+    """Return a row's name in words."""
+    what, _, size = name.removeprefix("file_").partition(", ")
+    verbs = {"save": "replacing", "make": "creating", "load": "loading"}
+    return f"{verbs[what]} {size}" if what in verbs else name
+
+
 def files(groups: dict[str, Rows]) -> Verdict:
     """Save 5 times as fast as llama.cpp's own file, load no slower, from 16 MiB on."""
     text = "state files of 16 MiB and more: save 5 times as fast as llama.cpp's, load no slower "
@@ -78,7 +85,9 @@ def files(groups: dict[str, Rows]) -> Verdict:
     if not judged:
         return Verdict("files", text, "-", None)
     met = all(v >= (1 if "load" in name else 5) for name, v in medians(judged).items())
-    figure = ", ".join(f"{name} {span(ratios, '', 1)}" for name, ratios in judged.items())
+    figure = ", ".join(
+        f"{_told(name)} {span(ratios, 'times', 1)}" for name, ratios in judged.items()
+    )
     small = [f"{name} {span(r, '', 1)}" for name, r in found.items() if name not in judged]
     if small:
         figure += "; not judged: " + ", ".join(small)

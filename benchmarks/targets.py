@@ -128,7 +128,7 @@ def memory_peer(groups: dict[str, Rows]) -> Verdict:
 def decode_cost(groups: dict[str, Rows]) -> Verdict:
     """At most 2 microseconds over C for one token, where C against C is as close."""
     text = f"one-token decode: within {DECODE:.0f} us of C"
-    clear, noisy, values = [], [], []
+    clear, noisy = [], []
     for name, row in groups.get("calls", {}).items():
         over = differences(row, US, "C")
         if not name.startswith("decode1") or not over:
@@ -139,17 +139,17 @@ def decode_cost(groups: dict[str, Rows]) -> Verdict:
         if itself:
             words += f", C against C {span(itself, 'us', 2, 1e6)}"
         if noise <= DECODE:
-            clear.append(words)
-            values.append(statistics.median(over) * 1e6)
+            clear.append((statistics.median(over) * 1e6, words))
         else:
             noisy.append(words)
     if not clear and not noisy:
         return Verdict("decode_cost", text, "-", None)
-    figure = "; ".join(clear)
+    clear.sort(reverse=True)
+    figure = "; ".join(words for _, words in clear)
     if noisy:
         figure += f"{'; ' if clear else ''}where {DECODE:.0f} us is within the noise, because "
         figure += "C differs from itself by more: " + "; ".join(noisy)
-    met = all(value <= DECODE for value in values) if values else None
+    met = all(value <= DECODE for value, _ in clear) if clear else None
     return Verdict("decode_cost", text, figure, met)
 
 
@@ -162,9 +162,10 @@ def throughput(groups: dict[str, Rows]) -> Verdict:
         return Verdict("throughput", text, "-", None)
     values = medians(found)
     low = [name for name, value in values.items() if value < 0.99]
-    figure = f"{pooled(found)}; {worst_of(found, least(values), '', 3)}"
+    figure = worst_of(found, least(values), "", 3)
     if low:
         figure += f", {len(low)} below"
+    figure += f"; {pooled(found)}"
     # The difference of the same program from itself is the noise.
     for name, who in (("C against C", AGAIN), (PEER, PEER)):
         other = {n: r.ratios(who, "C") for n, r in rows.items() if r.ratios(who, "C")}

@@ -55,12 +55,17 @@ _FOLDER = "another question over 1,500 tokens, a folder of 24 MiB"
 _CHATS = "chat, 16 sessions of 3 turns"
 _TURN = "chat, save, load, take back a turn, 5 new tokens"
 _GEMMA = "Gemma 3 270M: "
+_BELOW = (
+    "llama-server was restarted without saved slots, so it evaluates the prompt again. Empty cells "
+    "were not measured."
+)
 #: {total} and {ideal} are notes of the row.
 ON_GEMMA = (
     Figure("16 chats of 3 turns: tokens evaluated of {total} ({ideal} are new)", "real", _CHATS, 1),
-    Figure("the same: MB in the cache afterwards", "real", _CHATS, 1e-6, "bytes"),
+    Figure("the same chats: size of the cache afterwards, MB", "real", _CHATS, 1e-6, "bytes"),
     Figure(
-        "new question about 3,200 tokens, cache of 20 MiB: tokens evaluated of {total}",
+        "new question about a document of 3,200 tokens, cache of 20 MiB: "
+        "tokens evaluated of {total}",
         "real",
         _OVER,
         1,
@@ -72,22 +77,25 @@ ON_GEMMA = (
         1,
     ),
     Figure(
-        "chat after a restart, last turn taken back: tokens evaluated of {total}", "real", _TURN, 1
+        "chat after a restart, last turn replaced: tokens evaluated of {total}", "real", _TURN, 1
     ),
     Figure(
-        "server, 16 chats of 6 turns: tokens evaluated ({ideal} are new)",
+        "server, 16 shorter chats of 6 turns: tokens evaluated ({ideal} are new)",
         "serve",
         f"{_GEMMA}16 chats of 6 turns, with memory for it",
         1,
     ),
     Figure(
-        "server, TTFT of 3,000 known tokens after a restart, ms",
+        "server, TTFT of 3,000 tokens that were evaluated before a restart, ms",
         "serve",
         f"{_GEMMA}first token of 3,000 known ones after a restart",
         1e3,
     ),
     Figure(
-        "server, TTFT of 64 new tokens, ms", "serve", f"{_GEMMA}first token of 64 new ones", 1e3
+        "server, TTFT of 64 uncached tokens, ms",
+        "serve",
+        f"{_GEMMA}first token of 64 new ones",
+        1e3,
     ),
     Figure("server, 16 clients: tokens/s", "serve", f"{_GEMMA}16 clients, 64 tokens each", 1),
 )
@@ -107,7 +115,8 @@ def on_gemma(rows: dict[str, Rows]) -> str:
         form = "{:,.0f}".format if row.unit == "tokens" and not figure.note else number
         shown = (form(of[who] * figure.scale) if who in of else "" for who in SERVERS)
         lines.append([figure.text.format(**notes), *shown])
-    return table(["Gemma 3 270M (Q4_K_M)", *SERVERS.values()], lines) if lines else ""
+    head = ["Gemma 3 270M (Q4_K_M)", *SERVERS.values()]
+    return f"{table(head, lines)}\n\n{_BELOW}" if lines else ""
 
 
 def compared(rows: dict[str, Rows]) -> str:
@@ -123,6 +132,7 @@ def compared(rows: dict[str, Rows]) -> str:
 def judged(rows: dict[str, Rows]) -> str:
     """Write every target with its main figure, and why it is missed if it is."""
     verdicts = targets.judge(rows)
+    # The worst figure comes first.
     lines = [[one.text, one.figure.split(";")[0], one.line()[2]] for one in verdicts]
     reasons = [f"- **{one.text}**: {one.line()[3]}" for one in verdicts if one.line()[3]]
     parts = [table(["target", "measured", ""], lines)]

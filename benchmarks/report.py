@@ -176,7 +176,7 @@ def tiered(rows: Rows) -> str:
             name = row.name if who == "pykvcache" else f"{row.name}: {who}"
             figure = spread(row.samples[who], scale) if who in row.samples else row.errors[who]
             lines.append([name, figure])
-    return table(["ms; ratios as they are", "pykvcache"], lines)
+    return table(["ms (*compared with evaluating*: a ratio)", "pykvcache"], lines)
 
 
 def reused(rows: Rows) -> str:

@@ -55,15 +55,16 @@ def details(result: dict[str, Any]) -> str:
 
 {REPEAT}
 
-Measuring took {run / 60:.1f} minutes. Setting up the contestants took {took}. The first setup takes longer, because
-llama-cpp-python is built from source: {costs} here. Builds are kept in `build/bench/`.
+Measuring took {run / 60:.1f} minutes. Setup took: {took}.
+Building or fetching the other bindings, of which llama-cpp-python is built from source, last took: {costs}.
+Builds are kept in `build/bench/`.
 
 ## How to read it
 
 - **Figures** are medians of {result["samples"]} samples ({result["samples_of_what_takes_seconds"]} if a sample takes
   seconds), with minimum and maximum. Contestants are processes that take turns (A B C, B C A, C A B) after a warm-up
-  round. A short sample is the best of several slices; the first table uses new processes for each sample. Ratios are
-  computed per pair within a round. The reasons for dashes are below each table.
+  round. A short measurement is repeated several times per sample, and the fastest counts; the first table uses new
+  processes for each sample. Ratios are computed per pair within a round. The reasons for dashes are below each table.
 - **Equal settings.** {equal(result)}
 - **C** is `benchmarks/c/`, linked with our static llama.cpp. **llama-cpp-python** is built from its source distribution,
   which contains the same llama.cpp; its memory operations are called through ctypes, the fastest way that it offers.
@@ -91,7 +92,7 @@ def machine(result: dict[str, Any]) -> str:
 
 - {machine["cpu"]}, {machine["cpus"]} cores, {machine["memory"]}, {machine["system"]}
 {elsewhere(result)}- Load average by group, before and after: {loads}.
-  A benchmark causes 1 to 2; the rest comes from other programs and widens the spread.
+  A benchmark causes a load of 1 to 2; anything above comes from other programs and widens the spread.
 - `OMP_WAIT_POLICY`: {machine["OMP_WAIT_POLICY"] or "not set"}
 - Python {versions["python"]}, {versions["compiler"]}, commit {versions["commit"]},
   llama.cpp: {versions["llama.cpp"]}
@@ -122,7 +123,7 @@ def equal(result: dict[str, Any]) -> str:
 
 GROUPS = {
     "calls": (
-        "Story model, 256 cells, 64 sequences, 16 tokens in sequence 0; 63 calls in a row, one on each other sequence. "
+        "Story model, 256 cells, 64 sequences, 16 tokens in sequence 0; 63 calls in a row, one on each of the others. "
         "`decode1` decodes one token at position 16. cyllama's batches take lists: "
         "`batch.set_batch(array.tolist(), 0, False)`. Its `get_logits()` uses an attribute that its model class lacks; "
         "a subclass adds it, and the row is a new list."
@@ -135,15 +136,15 @@ GROUPS = {
     ),
     "generate": (
         "Story model, 2 threads. Workloads: 8 samples of a prompt of 32 tokens; 16 prompts of 32, 64 new tokens each; and "
-        "48 requests with prompts of 8 to 64 and answers of 16 to 96 tokens, one more every second step, at most 16 at "
-        "once. Whole requests are timed: prompts, sampling (temperature 0.8 of the 40 likeliest, no end of text) and "
+        "48 requests with prompts of 8 to 64 and answers of 16 to 96 tokens, a new request every two steps, at most 16 at "
+        "once. Whole requests are timed: prompts, sampling (temperature 0.8, top-k 40, end of text ignored) and "
         "copies of the prompt. C is `benchmarks/c/bench_many.c`, with the same batches and llama.cpp's sampler chain. *one "
         "by one* is `LlamaSequence.generate` for one request after the other, the only way of llama-cpp-python's `Llama`. "
         "xllamacpp is its server with the same number of slots; clients arrive when a slot is free, not by steps. A sample "
         "is the fastest of three runs in new processes.\n\n"
         "A step of a `BatchGenerator` (greedy, one thread) is the fastest of 32, compared with C's fastest decode of the "
-        "same batch without choosing tokens. It has six times as many samples, in new processes, because the model's "
-        "place in memory changes a decode by more than a step costs. The other rows are pykvcache only, with one thread: a "
+        "same batch without choosing tokens. It has six times as many samples, in new processes, because the address "
+        "at which the model is loaded changes the time of a decode by more than the overhead that is measured. The other rows are pykvcache only, with one thread: a "
         "busy sequence above 8,000 cells of 16 idle ones, in its first 8 steps, and after they were parked and its cells "
         "moved down (medians of steps); and edits of a `LlamaSequence`, the best of 7."
     ),
@@ -168,7 +169,7 @@ GROUPS = {
     "state": (
         "GB/s for one sequence of the story model, in contexts with two threads. Ours copies states from 512 KiB on with "
         "both; the others and *memcpy* use one. Rows of 32 KiB per cell are those of a model with 16 layers of 4 heads of "
-        "128, as with some billions of parameters. *save* writes to an existing buffer, *save_new* to a new object (in C: "
+        "128, typical of models with a few billion parameters. *save* writes to an existing buffer, *save_new* to a new object (in C: "
         "malloc and free); *memcpy* and *memcpy_new* copy as many bytes in the same process; *load* goes to an empty "
         "sequence, *load_over* to one of the same size. *file_save* replaces a file, *file_make* creates one, *file_load* "
         "loads it into an empty sequence, and *file_write* is a bare write(2) without waiting for the disk. The others use "
@@ -202,7 +203,7 @@ GROUPS = {
         "become prompts. llama-cpp-python's cache size includes scores; xllamacpp is llama-server with `cache_ram_mib`.\n\n"
         "Then pykvcache only: 24 prompts of 450 tokens that share nothing (4 for a model of SmolLM2-135M's sizes with "
         "random weights; 6 of 2,000 tokens), each with and without a cache in direct succession, with answers of 16. "
-        "Also the part for opening and closing the sequence, and for copying its blocks. Times are milliseconds per answer "
+        "More rows give the time to open and close the sequence, and to copy its blocks. Times are milliseconds per answer "
         "token, because answers may end early. A *new* cache grows into memory that the process never used, as do the "
         "separate copies; a *full* one (8 MiB, 32 for 2,000 tokens, 64 for the larger models) evicts as much as it stores, "
         "and reuses memory. Finally, restoring 4,096 tokens of the 30M model from 64 blocks and from one state, and "
@@ -217,7 +218,7 @@ GROUPS = {
     "serve": (
         "`pykvcache serve` and xllamacpp's llama-server over HTTP on loopback: same GGUF, 4,096 cells, 16 slots, 2 threads, "
         "256 MiB of cache. The clients run on the same two cores, and their processor time is part "
-        "of these figures. *alone*; with 192 tokens each it is 0.92 on the story model. *alone* is the same work without a server: a "
+        "of these figures. *alone* is the same work without a server: a "
         "`BatchGenerator` in a process, the number of new tokens, a process with model and context, or evaluating the prompt."
     ),
     "portable": (
@@ -242,9 +243,9 @@ REASONS: dict[str, str] = {
     "interpreter's code and objects must be fetched again: 2 to 4 us on the story model.",
     "throughput": "On the story model the interpreter's code and objects drop out of the processor's caches between two "
     "decodes of 0.2 ms; fetching them takes 4 to 5 us per step. The 1 to 2 % in other rows have no known cause: "
-    "llama-cpp-python shows both, too, and single rows of C against C differ as much.",
-    "together": "A step costs as much as the target for a generator's step says. A request that joins, is forked or ends "
-    "costs about 0.1 ms once. If a decode takes one millisecond, both are a few percent.",
+    "llama-cpp-python loses as much, and single rows of C differ as much from C itself.",
+    "together": "A step costs up to 10 us + 2 us per sequence more than C's, or more where that target is missed. A request that "
+    "joins, is forked or ends costs about 0.1 ms once. If a decode takes one millisecond, each adds a few percent.",
     "server": "The C loop with the same batches is not faster than pykvcache: nearly all of a step is llama.cpp's "
     "arithmetic, which the server needs as well.",
     "step": "The interpreter's code and objects drop out of the processor's caches during a decode, and choosing a token "
@@ -255,10 +256,10 @@ REASONS: dict[str, str] = {
     "tier_slow": "A request waits for its tiers for a tenth of the expected evaluation, at most. A store that turns out slower "
     "costs this wait. Here the expectation came from prompts of 4,096 tokens, which take more time per token than these.",
     "tier_writing": "On two processors the writing thread takes time from the decode: 7 ms for 4 MiB, spread at 0.5 % of one CPU.",
-    "reuse_alone": "Only short prompts on the story model miss it (prompts of 2,000 tokens do not): they take 40 ms, and "
-    "opening and closing a sequence takes 0.7 to 1.1 ms more than without a cache, as on any model. A new cache writes "
-    "0.9 MiB of keys and values to RAM that the process never used, whose pages the system must clear: the copies alone "
-    "are below 0.99 there. A full cache copies in 0.2 ms. The rest is lookups, names, the tree, events and evictions: about "
+    "reuse_alone": "Only short prompts on the story model miss it. Such a prompt takes 40 ms, and opening and closing its "
+    "sequence takes 0.7 to 1.1 ms more than without a cache, as on any model. Prompts of 2,000 tokens meet the target. A new cache "
+    "writes 0.9 MiB of keys and values to RAM that the process never used. The system must clear these pages, so copying alone is "
+    "below 0.99 there. A full cache copies in 0.2 ms. The rest is lookups, names, the tree, events and evictions: about "
     "a hundred calls, which take three times as long after decodes that have emptied the processor's caches. Between "
     "runs the median ratio of the pairs varies by 1.5 percentage points.",
     "fork": "llama.cpp keeps a tree node per cell and sequence; creating 4,096 of them takes as long in C.",
@@ -285,7 +286,9 @@ SHOWN = {
     ": not asked": ": not measured",
     "there for the memory operations alone": "only for memory operations",
     "neither matches prefixes nor keeps states by itself": "no automatic prefix match, no cache of states",
-    "no sequences to copy and no states to hold: a server": "a server: no sequences to copy, no states in memory",
+    "a server: no context, memory or batch to call": "it is a server, without a context, memory or batch to call",
+    "a program: nothing to import": "it is a program, which has nothing to import",
+    "no sequences to copy and no states to hold: a server": "it is a server, without sequences to copy or states in memory",
     "takes half a minute, and 1,024 tokens tell it": "takes half a minute; see 1,024 tokens",
     "has no cache of prompts": "no prompt cache",
     "answered with status 400": "refuses prompts longer than the trained length",

@@ -130,7 +130,9 @@ def test_a_new_sequence_after_an_abort_starts_from_zeros(
 
 @pytest.mark.hazard("D22")
 @pytest.mark.parametrize("cure", ["clear_kv_cache", "kv_cache_seq_keep", "copy_kv_cache_seq"])
-def test_every_way_of_removing_cures(make_context: Any, fresh_logits: Any, cure: str) -> None:
+def test_any_removal_makes_an_aborted_recurrent_sequence_usable(
+    make_context: Any, fresh_logits: Any, cure: str
+) -> None:
     ctx, _ = aborted(make_context, "mamba", inside=True, n_batch=4096, n_ubatch=64)
     assert ctx.clear_kv_cache_seq(1)
     ctx.decode(words(20, 1), seq_id=1)

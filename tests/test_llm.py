@@ -342,6 +342,15 @@ def test_a_response_format_is_kept_to(llm: LLM) -> None:
         llm.create_chat_completion(MESSAGES, response_format={"type": "xml"})
 
 
+def test_options_that_only_llama_cpp_python_has_are_named(llm: LLM) -> None:
+    with pytest.raises(TypeError, match="LLM has no option 'verbose'"):
+        LLM(embedded_model_path(), verbose=False)
+    with pytest.raises(TypeError, match="create_completion has no option 'suffix'"):
+        llm("One", suffix="x")
+    with pytest.raises(TypeError, match="create_chat_completion has no option 'functions'"):
+        llm.create_chat_completion(MESSAGES, functions=[])
+
+
 def test_embeddings_have_the_members_that_clients_know(llm: LLM) -> None:
     texts = ["a red kite", "a small bakery"]
     found = llm.create_embedding(texts)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -214,6 +215,22 @@ def test_other_machines_need_keys(tmp_path: Path) -> None:
     found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert found.returncode == 2
     assert "--api-keys" in found.stderr
+
+
+def test_a_taken_port_is_an_error_before_the_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        command = [sys.executable, "-m", "pykvcache", "serve", "--port", str(port)]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode == 1
+    assert f"port {port} on 127.0.0.1: " in found.stderr
+    assert "chat template" not in found.stderr  # which loading the model logs
+
+
+def test_the_short_option_for_threads_of_llama_server_is_refused() -> None:
+    command = [sys.executable, "-m", "pykvcache", "serve", "-t", "8"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode == 2
 
 
 def test_a_wrong_model_or_adapter_is_an_error_at_the_start(tmp_path: Path) -> None:

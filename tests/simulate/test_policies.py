@@ -256,3 +256,8 @@ def test_a_policy_that_goes_wrong_is_one_error_and_the_cache_goes_on(
         with cache.sequence([*shared, 7]) as sequence:
             assert sequence.reuse.ram == 24
         assert cache.stats().ram_bytes <= 60_000
+
+
+def test_a_class_in_place_of_a_policy_object_is_named() -> None:
+    with pytest.raises(TypeError, match="a Policy object, not the class LRU"):
+        make_policy(LRU)  # type: ignore[arg-type]

@@ -244,7 +244,7 @@ REASONS: dict[str, str] = {
     "throughput": "On the story model the interpreter's code and objects drop out of the processor's caches between two "
     "decodes of 0.2 ms; fetching them takes 4 to 5 us per step. The 1 to 2 % in other rows have no known cause: "
     "llama-cpp-python loses as much, and single rows of C differ as much from C itself.",
-    "together": "A step costs up to 10 us + 2 us per sequence more than C's, or more where that target is missed. A request that "
+    "together": "A step costs about 10 us + 2 us per sequence more than C's. A request that "
     "joins, is forked or ends costs about 0.1 ms once. If a decode takes one millisecond, each adds a few percent.",
     "server": "The C loop with the same batches is not faster than pykvcache: nearly all of a step is llama.cpp's "
     "arithmetic, which the server needs as well.",

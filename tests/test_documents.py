@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+
+from pykvcache.prefix import stores
+from pykvcache.prefix.policies import POLICIES
+from pykvcache.sampling import STAGES
+
+STORES = [name for name in stores.__all__ if name != "BlockStore" and name.endswith("Store")]
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "pykvcache"
@@ -107,3 +114,12 @@ def test_every_kind_of_memory_has_a_row() -> None:
     table = (ROOT / "docs" / "concepts" / "kinds.md").read_text(encoding="utf-8")
     assert "sliding-window" in kinds
     assert set(re.findall(r"^\| `([a-z-]+)` \|", table, re.M)) == kinds
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [("policies.md", POLICIES), ("how-to/sampling.md", STAGES), ("stores.md", STORES)],
+)
+def test_every_policy_stage_and_store_has_a_row(page: str, names: Iterable[str]) -> None:
+    table = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert set(re.findall(r'^\| `"?([\w-]+)["`(]', table, re.M)) >= set(names)

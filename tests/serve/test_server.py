@@ -84,7 +84,9 @@ def test_every_setting_reaches_the_sampler() -> None:
         off = sampler(adaptive_target=-1, top_n_sigma=-1, penalty_last_n=-1)
         assert off == sampler(penalty_last_n=512)
         order = ["penalties", "typ_p", "top_k", "temperature", "infill"]
-        assert "stages=('penalties', 'typical_p', 'top_k', 'temperature')" in sampler(samplers=order)
+        assert "stages=('penalties', 'typical_p', 'top_k', 'temperature')" in sampler(
+            samplers=order
+        )
         assert msgspec.convert({"prompt": "x", "n_cmpl": 3}, CompletionRequest).n == 3
         for wrong in ({"dry_sequence_breakers": ["!"] * 17}, {"lora": [{"id": 0, "scale": 1}]}):
             with pytest.raises(msgspec.ValidationError):

@@ -69,7 +69,8 @@ class LoraAdapter:
         """Tokens that activate an aLoRA adapter; empty for other adapters.
 
         An aLoRA adapter was trained to take effect from these tokens on; earlier tokens use the
-        base model.
+        base model. `LlamaSequence` and all that is built on it do so by themselves: see
+        `LlamaContext.set_adapters`.
         """
         return self._native.invocation
 
@@ -162,11 +163,18 @@ class Adapters:
                     one.values.shape,
                     shape,
                 )
+        activated = [one for one, _ in self.items if _is_activated(one)]
+        if len(activated) > 1:
+            raise ArgumentError(
+                f"{activated[0]!r} and {activated[1]!r} are both activated by tokens (aLoRA): "
+                "use one at a time",
+                "adapters",
+            )
 
     @property
     def names(self) -> tuple[str, ...]:
         """Digests and scales, sorted, which identify this set."""
-        return tuple(sorted(f"{one.kind}:{one.digest}:{scale!r}" for one, scale in self.items))
+        return _names(self.items)
 
     def apply(self, context: lib.Context) -> None:
         """Make a context use them; clears its memory if they differ from the previous ones."""
@@ -182,7 +190,16 @@ class Adapters:
         if vectors:
             control = np.ascontiguousarray(np.sum(vectors, axis=0, dtype=np.float32)).reshape(-1)
         natives, scales = tuple(one.native for one, _ in loras), tuple(s for _, s in loras)
-        context.set_adapters(self.names, natives, scales, control)
+        base = _names([item for item in self.items if not _is_activated(item[0])])
+        context.set_adapters(self.names, base, natives, scales, control)
+
+
+def _is_activated(one: LoraAdapter | ControlVector) -> bool:
+    return isinstance(one, LoraAdapter) and bool(one.invocation_tokens)
+
+
+def _names(items: Sequence[tuple[LoraAdapter | ControlVector, float]]) -> tuple[str, ...]:
+    return tuple(sorted(f"{one.kind}:{one.digest}:{scale!r}" for one, scale in items))
 
 
 def _pair(model: LlamaModel, given: object) -> tuple[LoraAdapter | ControlVector, float]:

@@ -221,6 +221,10 @@ class LlamaContext(
         its tokens again at its next use, a prefix cache uses the blocks of these adapters, and
         states of other adapters are refused.
 
+        One of them may be an aLoRA, which has `LoraAdapter.invocation_tokens`. Sequences, and what
+        is built on them, use it from the last occurrence of these tokens on, and the other adapters
+        alone before. `decode` and `generate` of this context use it for all tokens.
+
         Parameters
         ----------
         adapters
@@ -230,7 +234,7 @@ class LlamaContext(
         Raises
         ------
         TypeError, ValueError
-            An adapter is given twice, or belongs to another model.
+            An adapter is given twice, or belongs to another model; or two are aLoRAs.
         UnsupportedOperation
             This context cannot use them, or the model has layers on RPC servers. The previous
             adapters stay in use.

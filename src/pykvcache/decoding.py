@@ -55,7 +55,8 @@ class DecodeMethods(ContextFacts):
 
         Notes
         -----
-        A model without memory (BERT) computes only the batch, see `seq_embeddings`.
+        A model without memory (BERT) computes only the batch, see `seq_embeddings`. All adapters
+        in use apply to all tokens, also an aLoRA; `LlamaSequence` activates it where it should.
         """
         native = self._native
         if native.decode_tokens(batch_or_tokens, seq_id):

@@ -19,7 +19,7 @@ from cpython.sequence cimport PySequence_Fast_ITEMS
 from libc.math cimport INFINITY, NAN, exp, log
 from libc.stdint cimport INT32_MAX, INT32_MIN, int8_t, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
-from libc.string cimport memcpy, memset, strlen
+from libc.string cimport memcmp, memcpy, memset, strlen
 from libcpp cimport bool as cbool
 from libcpp.memory cimport shared_ptr
 from libcpp.string cimport string

@@ -72,6 +72,7 @@ cdef extern from "adapters.h" namespace "pykv" nogil:
         vector[llama_adapter_lora*] loras
         vector[float] scales
         vector[float] control
+        int64_t activated
     llama_adapter_lora* adapter_load(llama_model*, const char* path, adapter_lock&, string& problem)
     void adapter_free(llama_adapter_lora*, adapter_lock&)
     int32_t adapter_metadata(const llama_adapter_lora*, vector[string]& out)

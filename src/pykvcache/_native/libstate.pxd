@@ -166,5 +166,5 @@ cdef extern from "sequences.h" namespace "pykv" nogil:
         int32_t put_back(llama_seq_id, const vector[state_piece]& before)
         int32_t put_part(llama_seq_id, const vector[state_piece]&, llama_pos first, llama_pos last,
                          uint64_t version)
-        int32_t decode(const llama_batch&, bool is_first)
+        int32_t decode(const llama_batch&, bool is_first, bool active)
         int32_t encode(const llama_batch&)

@@ -176,7 +176,7 @@ class Schedule:
                 and other.namespace == mine.namespace
                 and len(theirs) - theirs.n_evaluated > 1
             ):
-                same = common_prefix(theirs.part(0, len(theirs)), own.part(0, len(own)))
+                same = common_prefix(other.shareable, mine.shareable)
                 if theirs.n_evaluated < same and same - own.n_evaluated >= least:
                     # Take a state where they part.
                     other.cells.branches.add(same)

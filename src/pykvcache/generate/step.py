@@ -33,6 +33,9 @@ class Stepper:
     Unchanged sequences that lack one token go into a single call of the compiled layer, which
     verifies that, decodes, chooses and appends. Python collects the parts of prompts for the same
     decode. If no request joins or leaves, that call is the whole step.
+
+    Adapters apply to a whole decode. So with an activated adapter a step makes two: one for tokens
+    before the activation, and one for those after it.
     """
 
     def __init__(self, schedule: Schedule, n_chunk: int) -> None:
@@ -126,32 +129,46 @@ class Stepper:
         made: list[tuple[GenerationRequest, int]] = []
         schedule.admit()
         before = schedule.running.copy(), schedule.waiting.copy()
+        kinds = [False, True] if self._native.invocation else [False]
+        done = [self._decode_kind(is_active, made) for is_active in kinds]
+        if done.count(None) == len(done):
+            return made
+        schedule.pool.count_step(tuple([h._cells for h in schedule.running]))
+        # Waiting requests did not fit before; they do not fit now if nothing has changed.
+        unchanged = (schedule.running, schedule.waiting) == before and False not in done
+        if unchanged or not schedule.waiting or schedule.is_taken:
+            self._regroup()
+        return made
+
+    def _decode_kind(
+        self, is_active: bool, made: list[tuple[GenerationRequest, int]]
+    ) -> bool | None:
+        """Make one decode, of tokens before an activation or of those after it.
+
+        Return whether it had one token of each request; None if it had none at all.
+        """
+        schedule = self._schedule
         together, done = True, False
         while not done:
-            if not schedule.running:
-                return made
+            able = [h for h in schedule.running if h._cells.ledger.is_active == is_active]
+            if not able:
+                return None
             try:
-                ready = self._ready() if together else []
-                shares = self._collect([h for h in schedule.running if h not in ready], made, ready)
+                ready = self._ready(able) if together else []
+                others = [handle for handle in able if handle not in ready]
+                shares = self._collect(others, made, ready, is_active)
                 if not shares and not ready:
-                    return made
+                    return None
                 done = self._decode(ready, shares, made)
                 together = False  # too many for one call, or changed concurrently
             except NoKvCacheSlot as error:
                 if not schedule.make_room():
                     self._refuse(schedule.running[0], error)
-        schedule.pool.count_step(tuple([h._cells for h in schedule.running]))
-        # Waiting requests did not fit before; they do not fit now if nothing has changed.
-        unchanged = (schedule.running, schedule.waiting) == before and len(self._rows) == len(
-            shares
-        )
-        if unchanged or not schedule.waiting or schedule.is_taken:
-            self._regroup()
-        return made
+        return len(self._rows) == len(shares)
 
-    def _ready(self) -> list[GenerationRequest]:
+    def _ready(self, running: list[GenerationRequest]) -> list[GenerationRequest]:
         """Return the unchanged requests that lack one token."""
-        able = [handle for handle in self._schedule.running if not handle._siblings]
+        able = [handle for handle in running if not handle._siblings]
         others = self._native.not_ready([handle._lane for handle in able], able)
         ready = [handle for handle in able if handle not in others] if others else able
         self._schedule.pool.touch_all([handle._cells for handle in ready])
@@ -178,6 +195,7 @@ class Stepper:
         handles: list[GenerationRequest],
         made: list[tuple[GenerationRequest, int]],
         ready: list[GenerationRequest],
+        is_active: bool,
     ) -> list[Share]:
         """Fill the batch: first generating requests, one token each, then parts of prompts."""
         self._rows.clear()
@@ -210,6 +228,8 @@ class Stepper:
                 n = len(ledger)
             cells.attach()
             cells.rewind(min(ledger.n_evaluated, n - 1))
+            if ledger.is_active != is_active:
+                continue  # it went back to before the activation
             if n - ledger.n_evaluated == 1 and room:
                 shares.append(self._put(handle, n))
                 room -= 1
@@ -223,6 +243,7 @@ class Stepper:
             end = min(n, begin + min(room, self._n_chunk))
             if handle._cells.needs_points:
                 end = _end_of_part(handle._cells, end, room)
+            end = ledger.same_until(end)
             shares.append(self._put(handle, end))
             room -= end - begin
         return shares

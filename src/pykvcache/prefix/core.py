@@ -206,7 +206,7 @@ class CacheCore:
 
     def give(self, request: Request) -> None:
         """Keep what was evaluated for a request: called when its sequence is closed."""
-        if self._native.adapter_names or self._adapters:
+        if self._native.base_names or self._adapters:
             self._enter(request)
         if self.blocks.pins:
             self.blocks.expire_pins()
@@ -224,9 +224,10 @@ class CacheCore:
             request.is_searched = True
             if self.has_tiers:
                 deliver = weakref.WeakMethod(self.deliver)  # a search does not keep the cache alive
-                request.search = self.link.search(
-                    request.tokens, request.space, request.usable, deliver
-                )
+                # With the token after it: a state at its end is of use where the prompt goes on.
+                ledger = request.cells.ledger
+                tokens = ledger.part(0, ledger.n_base + 1).tobytes()
+                request.search = self.link.search(tokens, request.space, request.usable, deliver)
 
     def is_ready(self, request: Request) -> bool:
         """Return whether a request need not wait for the tiers; it begins with what has come."""
@@ -342,7 +343,7 @@ class CacheCore:
 
     def _enter(self, request: Request) -> None:
         """Let a request share what was computed with the adapters that are in use now."""
-        if self._native.adapter_names or self._adapters or request.namespace[:1] == "\0":
+        if self._native.base_names or self._adapters or request.namespace[:1] == "\0":
             request.space = self.current_space(request.namespace)
 
     def current_space(self, namespace: str) -> str:
@@ -355,7 +356,7 @@ class CacheCore:
         return [space_of(namespace), *(space_of(namespace, one) for one in self._adapters)]
 
     def _note_adapters(self) -> bytes:
-        digest = adapters_digest(self._native.adapter_names)
+        digest = adapters_digest(self._native.base_names)
         if digest:
             self._adapters.add(digest)
         return digest

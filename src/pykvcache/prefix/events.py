@@ -92,7 +92,7 @@ class Lookup:
     Attributes
     ----------
     block_hashes
-        Names of its full blocks, known or not.
+        Names of its full blocks, known or not; only those before an adapter is activated.
     n_tokens
         Its tokens; those after the last full block have no name.
     block_size

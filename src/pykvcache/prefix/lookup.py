@@ -126,13 +126,13 @@ class PromptLookup:
         n = len(ledger)
         if not n:
             return
-        ids = ledger.part(0, n)
+        ids = request.shareable
         live = look_up(self._live, ids, request.namespace, request)
         with self._blocks.change():
             tree = self._blocks.tree
             match = tree.match(ids.tobytes(), request.space)
             begin = plan_begin(tree, match, live, n)
-            after = match.next_token() if match.n < n else None
+            after = match.next_token() if match.n < len(ids) else None
             stored = self._cells_of(match, begin.resume)
             tree.use(match, begin.resume, request.priority)
             self._blocks.hold(request, match, begin.resume)
@@ -148,6 +148,8 @@ class PromptLookup:
         if live.nearest is not None and live.agrees >= match.n:
             reason.obstacles += _obstacles_of(live.nearest, live.agrees, request.space)
         reason.obstacles += self._obstacles_of_adapters(ids, request, agrees)
+        if len(ids) < n:
+            reason.obstacles += [f"an adapter is activated at token {len(ids):,}"]
         request.report = ReuseReport(
             n,
             live=usable if is_fork else 0,
@@ -218,10 +220,9 @@ class PromptLookup:
     def renew(self, request: Request) -> bool:
         """Let a sequence begin again with what was evaluated since; return whether that is more."""
         cells = request.cells
-        known, n = request.usable, len(cells.ledger)
-        if cells.ledger.shifted_at is not None or known >= n - 1:
+        ids, known, n = request.shareable, request.usable, len(cells.ledger)
+        if cells.ledger.shifted_at is not None or known >= min(n - 1, len(ids)):
             return False
-        ids = cells.ledger.part(0, n)
         if look_up(self._live, ids, request.namespace, request).n <= known:
             match = self._blocks.tree.match(ids.tobytes(), request.space)
             if self._blocks.tree.resume(match, n - 1).n <= known:

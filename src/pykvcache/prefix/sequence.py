@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._arguments import as_int
+from pykvcache._arguments import IntArray, as_int
 from pykvcache.context import LlamaContext
 from pykvcache.errors import DeviceLost
 from pykvcache.prefix.report import Reason, ReuseReport
@@ -68,8 +68,14 @@ class Request:
 
     @property
     def tokens(self) -> bytes:
-        """All its tokens, as little-endian 32-bit integers."""
-        return self.cells.ledger.part(0, len(self)).tobytes()
+        """The tokens that it can share, as little-endian 32-bit integers."""
+        return self.shareable.tobytes()
+
+    @property
+    def shareable(self) -> IntArray:
+        """The tokens that it can share: all, or those before an adapter is activated."""
+        ledger = self.cells.ledger
+        return ledger.part(0, ledger.n_base)
 
     @property
     def reuse(self) -> ReuseReport:

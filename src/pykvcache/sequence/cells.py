@@ -100,6 +100,8 @@ class SequenceCells:
         self._native = pool.native
         self.needs_points = self._native.has_rest
         self._has_state, self._has_window = self._native.has_state_part, self._native.has_window
+        if self._native.invocation:
+            ledger.set_invocation(self._native.invocation)
         pool.join(self)
 
     @property
@@ -182,6 +184,11 @@ class SequenceCells:
     def _be_twin(self, twins: Twins) -> None:
         self._twins = (self.ledger.version, self.n_held), twins
 
+    def renounce(self) -> None:
+        """Free everything but the ledger: the adapters changed."""
+        self.release()
+        self.ledger.set_invocation(self._native.invocation)
+
     def release(self) -> None:
         """Free everything but the ledger."""
         self.state = self._row = None
@@ -217,7 +224,6 @@ class SequenceCells:
 
     def _emptied(self) -> None:
         self.ledger.holds(0)
-        self.ledger.shifted_at = None
         if self.needs_points or self.points.row is not None:
             self.points.drop_after(0)  # other tokens may take their place
 
@@ -339,14 +345,21 @@ class SequenceCells:
 
     @property
     def n_fresh(self) -> int:
-        """Number of evaluated tokens equal to a fresh run: all of them, or those before a shift."""
-        n = self.ledger.n_evaluated
-        return n if self.ledger.shifted_at is None else min(n, self.ledger.shifted_at)
+        """Number of evaluated tokens equal to a fresh run without an activated adapter.
+
+        They end where a shift moved tokens, or where the adapter was activated.
+        """
+        n, shifted, activated = (
+            self.ledger.n_evaluated,
+            self.ledger.shifted_at,
+            self.ledger.activated_at,
+        )
+        if shifted is not None:
+            n = min(n, shifted)
+        return n if activated < 0 else min(n, activated)
 
     def _holds(self, n: int) -> None:
         self.ledger.holds(n)
-        if self.ledger.shifted_at is not None and n <= self.ledger.shifted_at:
-            self.ledger.shifted_at = None
         self.points.drop_after(n)
         if self.seq_id is not None:
             self.note()
@@ -369,6 +382,8 @@ class SequenceCells:
         ledger = self.ledger
         at = ledger.shifted_at
         ledger.shifted_at = begin if at is None else min(begin, at)
+        if ledger.activated_at >= 0:
+            ledger.activated_at -= max(0, min(end, ledger.activated_at) - begin)
         ledger.n_evaluated -= end - begin
         ledger.delete(begin, end)
         self.note()
@@ -402,7 +417,7 @@ class SequenceCells:
         begin, began = ledger.n_evaluated, time.perf_counter()
         while ledger.n_evaluated < n:
             is_part = self.needs_points and is_prompt
-            end = self.next_stop(n) if is_part else n
+            end = self.next_stop(n) if is_part else ledger.same_until(n)
             if not self._decode(end, want_row and end == n):
                 self._begin(n, want_row)  # the cells were changed outside in between
             elif is_part:
@@ -453,7 +468,7 @@ class SequenceCells:
     def next_stop(self, end: int) -> int:
         """Return where to pause an evaluation up to ``end``, to take a checkpoint there."""
         begin = self.ledger.n_evaluated
-        stop = self.policy.next_stop(begin, end)
+        stop = self.ledger.same_until(self.policy.next_stop(begin, end))
         return min([n for n in self.branches if begin < n < stop], default=stop)
 
     def checkpoint(self) -> None:
@@ -493,13 +508,19 @@ class SequenceCells:
 
     def fork_into(self, child: SequenceCells, n: int) -> None:
         """Give a new sequence the cells or state of the first n tokens."""
-        held = min(n, self.ledger.n_evaluated)
-        if held and self.seq_id is not None:
+        mine, ledger = self.ledger, child.ledger
+        if n and mine.n_evaluated and self.seq_id is not None:
             self._verify()
-            held = min(n, self.ledger.n_evaluated)
-        if not held:
-            return
-        child.ledger.shifted_at = self.ledger.shifted_at
+        if n == len(ledger) == len(mine):
+            ledger.invoked_at = mine.invoked_at  # generated tokens activate nothing
+        ledger.shifted_at, ledger.activated_at = mine.shifted_at, mine.activated_at
+        held = min(n, mine.n_evaluated, ledger.limit)
+        if held:
+            self._give(child, n, held)
+        ledger.drop_marks()
+
+    def _give(self, child: SequenceCells, n: int, held: int) -> None:
+        """Give a fork of n tokens those of them that are held."""
         if self.seq_id is not None:
             if n == self.n_held:
                 self.checkpoint()
@@ -512,8 +533,6 @@ class SequenceCells:
                 child._own(seq_id)
                 self._copy_to(child, held)
                 child.points = self.points.up_to(child.n_held)
-                if child.ledger.shifted_at is not None and child.n_held <= child.ledger.shifted_at:
-                    child.ledger.shifted_at = None
                 return
             try:
                 child.state = self.twins.state(self._taken_out)

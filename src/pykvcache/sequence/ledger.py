@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 
 from pykvcache._arguments import IntArray
@@ -29,7 +31,9 @@ class Ledger(lib.Tokens):
     The memory holds the first `n_held` of ``tokens[:n_evaluated] + stale``. Editing the tokens
     never touches the memory: surplus tokens move to `stale`, and count again if the same tokens
     return. Tokens from `shifted_at` on (if not None) never count again: their K/V was computed
-    with a different prefix. `version` is the memory's prefix version at the last check.
+    with a different prefix. Those from `activated_at` on (if not -1) were evaluated with an
+    activated adapter, and count as long as `invoked_at` is the same. `version` is the memory's
+    prefix version at the last check.
     """
 
     __slots__ = ("shifted_at", "stale")
@@ -59,12 +63,13 @@ class Ledger(lib.Tokens):
         self._forget(n)
         complete = self.n_evaluated == n
         self.replace(n, tokens)
+        self.settle()
         if complete and len(self.stale):
             self.claim()
 
     def claim(self) -> None:
         """Count stale tokens as evaluated as far as the pending tokens match them."""
-        same = common_prefix(self.pending, self.stale)
+        same = min(common_prefix(self.pending, self.stale), self.limit - self.n_evaluated)
         if self.shifted_at is not None:
             same = min(same, max(0, self.shifted_at - self.n_evaluated))
         self.n_evaluated += same
@@ -74,6 +79,19 @@ class Ledger(lib.Tokens):
         """Keep the first n tokens."""
         self._forget(n)
         self.cut(n)
+        self.settle()
+
+    def settle(self) -> None:
+        """Stop counting tokens that were evaluated with other adapters than they need now."""
+        if self.activated_at != self.invoked_at:
+            self._forget(self.limit)
+
+    @property
+    def limit(self) -> int:
+        """How many tokens can count at most, by the adapters that they were evaluated with."""
+        if self.activated_at == self.invoked_at:
+            return sys.maxsize
+        return min(at for at in (self.activated_at, self.invoked_at) if at >= 0)
 
     def _forget(self, n: int) -> None:
         """Count at most n tokens as evaluated; move the rest to `stale`."""
@@ -86,8 +104,17 @@ class Ledger(lib.Tokens):
     def delete(self, begin: int, end: int) -> None:
         """Remove tokens from the middle; the caller updates `n_evaluated` and `stale`."""
         self.replace(begin, self.part(end, len(self)).copy())
+        self.settle()
 
     def holds(self, n: int) -> None:
         """Record that the memory holds exactly the first n tokens."""
         self.n_evaluated = n
         self.stale = _NOTHING
+        self.drop_marks()
+
+    def drop_marks(self) -> None:
+        """Drop the marks that no held token is behind."""
+        if self.shifted_at is not None and self.n_held <= self.shifted_at:
+            self.shifted_at = None
+        if self.n_held <= self.activated_at:
+            self.activated_at = -1

@@ -55,8 +55,8 @@ class Member(Protocol):
     def park(self) -> None:
         """Free all cells and the id; keep the state."""
 
-    def release(self) -> None:
-        """Give back all cells and the id, and keep nothing."""
+    def renounce(self) -> None:
+        """Give back all cells and the id, and keep nothing: the adapters changed."""
 
 
 class SequencePool(lib.Turns):
@@ -278,7 +278,7 @@ class SequencePool(lib.Turns):
     def renounce(self) -> None:
         """Treat the cells of all sequences as not evaluated: other adapters computed them."""
         for cells in list(self._members):
-            cells.release()
+            cells.renounce()
 
 
 def _most_tokens(ctx: LlamaContext) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["load_sequence", "save_sequence"]
 
-#: Keys in the state's metadata: pending tokens, the user's metadata, start of shifted tokens.
-PENDING, METADATA, SHIFTED = "pending", "metadata", "shifted_at"
+#: Keys in the state's metadata: pending tokens, the user's metadata, and where tokens begin that
+#: were shifted, or evaluated with an activated adapter.
+PENDING, METADATA, SHIFTED, ACTIVATED = "pending", "metadata", "shifted_at", "activated_at"
 
 
 def save_sequence(
@@ -35,8 +37,26 @@ def save_sequence(
         note[METADATA] = given
     if ledger.shifted_at is not None:
         note[SHIFTED] = ledger.shifted_at
+    if ledger.activated_at >= 0:
+        note[ACTIVATED] = ledger.activated_at
     evaluated = ledger.part(0, ledger.n_evaluated)
-    return cells.pool.ctx.sequence_state(seq_id, evaluated, note).save(path, sync=sync)
+    state = cells.pool.ctx.sequence_state(seq_id, evaluated, note)
+    if ledger.activated_at < 0:
+        state = _computed_with(state, cells.pool.native.base_names)
+    return state.save(path, sync=sync)
+
+
+def _computed_with(state: SequenceState, adapters: tuple[str, ...]) -> SequenceState:
+    """Return a state with other adapters in its fingerprint."""
+    if state.fingerprint.adapters == adapters:
+        return state
+    return SequenceState(
+        state.parts,
+        replace(state.fingerprint, adapters=adapters),
+        first=state.first,
+        tokens=state.tokens,
+        metadata=state.metadata,
+    )
 
 
 def load_sequence(cells: SequenceCells, path: Path, *, convert: bool) -> Any:
@@ -49,7 +69,10 @@ def load_sequence(cells: SequenceCells, path: Path, *, convert: bool) -> Any:
 
 
 def _fill(cells: SequenceCells, state: SequenceState, *, convert: bool) -> None:
-    ctx, ledger = cells.pool.ctx, cells.ledger
+    ctx, ledger, native = cells.pool.ctx, cells.ledger, cells.pool.native
+    is_base = state.fingerprint.adapters == native.base_names
+    if is_base:
+        state = _computed_with(state, native.adapter_names)
     state.fingerprint.check(ctx.fingerprint)  # first: tokens of another model look damaged
     tokens = state.tokens
     if tokens is None:
@@ -57,7 +80,10 @@ def _fill(cells: SequenceCells, state: SequenceState, *, convert: bool) -> None:
             "the file holds no tokens: load it with LlamaContext.load_sequence", what="tokens"
         )
     pending = _pending(state, ctx.model.n_vocab)
-    shifted_at = _shifted_at(state)
+    shifted_at, activated_at = _place(state, SHIFTED), _place(state, ACTIVATED)
+    if activated_at is None or is_base:
+        # Without the mark, the context decoded all of them with the adapter.
+        activated_at = -1 if is_base else 0
     wrong = tokens[(tokens < 0) | (tokens >= ctx.model.n_vocab)]
     if len(wrong):
         raise StateDamaged(
@@ -78,7 +104,8 @@ def _fill(cells: SequenceCells, state: SequenceState, *, convert: bool) -> None:
     ledger.append(tokens)
     ledger.append(pending)
     ledger.holds(len(tokens))
-    ledger.shifted_at = shifted_at
+    ledger.shifted_at, ledger.activated_at = shifted_at, activated_at
+    ledger.settle()
     cells.note()
     cells.checkpoint()
 
@@ -98,12 +125,12 @@ def _pending(state: SequenceState, n_vocab: int) -> np.ndarray[Any, np.dtype[np.
     return np.array(pending, np.int32)
 
 
-def _shifted_at(state: SequenceState) -> int | None:
-    at = (state.metadata or {}).get(SHIFTED)
+def _place(state: SequenceState, key: str) -> int | None:
+    at = (state.metadata or {}).get(key)
     if at is not None and (type(at) is not int or not 0 <= at <= len(state)):
         raise StateDamaged(
-            f"the file was shifted at {at!r}, which is not a place in {len(state)} tokens",
-            what="shifted_at",
+            f"the file has {key} {at!r}, which is not a place in {len(state)} tokens",
+            what=key,
             value=at,
             limit=len(state),
         )

@@ -57,6 +57,9 @@ class LlamaSequence(Closing):
     is kept outside the KV cache) and restored at their next use. Every kind of memory works: if it
     cannot be rewound, a checkpoint is restored and the tokens after it are evaluated again.
 
+    An aLoRA among the context's adapters applies from the last occurrence of its invocation tokens
+    on. Every edit looks for them in all tokens; generated tokens alone activate nothing.
+
     Threads may share a sequence, and the sequences of one context; they wait for each other.
     Closing or garbage-collecting a sequence frees its cells; so does closing its context.
 
@@ -200,6 +203,8 @@ class LlamaSequence(Closing):
         ledger = self._cells.ledger
         if len(ledger.stale) or not ledger.append_plain(more, self._context.model.n_vocab):
             ledger.append(self._as_tokens(more))
+        elif ledger.activated_at != ledger.invoked_at:
+            ledger.settle()
 
     def truncate(self, n: SupportsIndex) -> None:
         """Keep the first n tokens.

@@ -72,27 +72,36 @@ cdef class Adapted(Decoding):
     # The adapters in use, and the lock of the context's sequences.
     cdef tuple adapters
     cdef object turn
-    #: Digest that identifies them; empty without adapters.
+    #: Digests that identify them; empty without adapters.
     cdef readonly tuple adapter_names
+    #: The same without the activated adapter (aLoRA), and the tokens that activate it; empty without one.
+    cdef readonly tuple base_names
+    cdef readonly tuple invocation
     #: Changes with every switch; cells computed before a switch are invalid.
     cdef readonly uint64_t adapters_epoch
 
     def __cinit__(self, *args):
-        self.adapter_names = ()
+        self.adapter_names = self.base_names = self.invocation = ()
 
     def set_adapters(
-            self, tuple names not None, tuple adapters not None, tuple scales not None,
-            const float[::1] control=None):
+            self, tuple names not None, tuple base_names not None, tuple adapters not None,
+            tuple scales not None, const float[::1] control=None):
         """Use these from now on and clear the memory. All or nothing."""
         cdef lib.adapter_set wanted
         cdef Adapter one
         cdef int32_t code
+        cdef tuple invocation = ()
         if self.turn is not None and self.turn._is_owned():
             raise ReentryError("adapters cannot change in the middle of a call of this context's sequences")
         for adapter, scale in zip(adapters, scales):
             one = <Adapter?>adapter
             if one.model_ref.get() != self.model_ref.get():
                 raise ArgumentError("an adapter belongs to another model, or to one loaded again", "adapters")
+            if one.invocation:
+                if invocation:
+                    raise ArgumentError("two adapters are activated by tokens", "adapters")
+                wanted.activated = <int64_t>wanted.loras.size()
+                invocation = one.invocation
             wanted.loras.push_back(one.it)
             wanted.scales.push_back(<float>scale)
         if control is not None:
@@ -118,6 +127,8 @@ cdef class Adapted(Decoding):
                 self.used = wanted
                 self.adapters = adapters
                 self.adapter_names = names
+                self.base_names = base_names
+                self.invocation = invocation
                 self.adapters_epoch += 1
             finally:
                 self.lock.unlock()

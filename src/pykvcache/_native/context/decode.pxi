@@ -64,8 +64,8 @@ cdef class Decoding(Batch):
         finally:
             self.lock.unlock()
 
-    cdef int run_parts(self, int64_t n, int32_t width) except -1:
-        """Decode the checked arrays in as few calls as possible."""
+    cdef int run_parts(self, int64_t n, int32_t width, bint active=True) except -1:
+        """Decode the checked arrays in as few calls as possible; `active`: with the activated adapter."""
         cdef int64_t limit = self.part_limit(n, width), start = 0
         cdef int32_t size, code
         cdef lib.llama_batch batch
@@ -79,7 +79,7 @@ cdef class Decoding(Batch):
             while start < n:
                 size = self.part_size(start, min(limit, n - start), width)
                 batch = self.part(start, size, width)
-                code = self.run_decode(batch, start == 0)
+                code = self.run_decode(batch, start == 0, active)
                 if code == 2:
                     _handle_sigint()
                 if code != 0:
@@ -151,10 +151,10 @@ cdef class Decoding(Batch):
                 n_decoded=start)
         return 0
 
-    cdef int32_t run_decode(self, lib.llama_batch batch, bint is_first) except? -1:
+    cdef int32_t run_decode(self, lib.llama_batch batch, bint is_first, bint active) except? -1:
         cdef int32_t code
         with nogil:
-            code = self.seqs.decode(batch, is_first)
+            code = self.seqs.decode(batch, is_first, active)
         if code == lib.NOTHING_DONE:
             raise _caught_error("decode")
         if code == 0:

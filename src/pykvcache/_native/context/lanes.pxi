@@ -8,6 +8,10 @@ cdef class Tokens:
     """Growing array of tokens, with the number that the memory holds and their prefix version.
 
     `seq_id` is the sequence that holds them, -1 for none. `writer` is the last `Writer` that appended.
+
+    With an activated adapter, tokens from `invoked_at` on are evaluated with it: there the last
+    occurrence of its invocation tokens began when the caller last changed the tokens. Those of
+    writers activate nothing. From `activated_at` on the memory was computed with it. -1: nowhere.
     """
 
     cdef object array
@@ -16,12 +20,15 @@ cdef class Tokens:
     cdef object frozen
     cdef readonly uint64_t edits
     cdef uint64_t writer
+    cdef vector[int32_t] invocation
+    cdef public Py_ssize_t invoked_at
+    cdef public Py_ssize_t activated_at
     cdef public Py_ssize_t n_evaluated
     cdef public uint64_t version
     cdef public int32_t seq_id
 
     def __cinit__(self, *args):
-        self.seq_id = -1
+        self.seq_id = self.invoked_at = self.activated_at = -1
 
     def __init__(self, values=(), Py_ssize_t n_evaluated=0):
         self.append(values)
@@ -42,6 +49,39 @@ cdef class Tokens:
             if edits == self.edits:
                 self.frozen = frozen
         return frozen
+
+    @property
+    def n_base(self):
+        """Number of tokens before the activation."""
+        return self.n if self.invoked_at < 0 else self.invoked_at
+
+    @property
+    def is_active(self):
+        """Whether the next token is evaluated with the activated adapter."""
+        return self.next_is_active()
+
+    cdef bint next_is_active(self) noexcept:
+        return 0 <= self.invoked_at <= self.n_evaluated
+
+    def same_until(self, Py_ssize_t end):
+        """Return how far, up to `end`, tokens are evaluated with the same adapters as the next one."""
+        return self.invoked_at if self.n_evaluated < self.invoked_at < end else end
+
+    def set_invocation(self, tuple tokens not None):
+        """Let these tokens activate an adapter."""
+        self.invocation = tokens
+        self.find_invocation()
+
+    cdef void find_invocation(self) noexcept:
+        cdef size_t n = self.invocation.size()
+        cdef Py_ssize_t i
+        self.invoked_at = -1
+        if n == 0:
+            return
+        for i in range(self.n - <Py_ssize_t>n, -1, -1):
+            if memcmp(self.data + i, self.invocation.data(), n * sizeof(int32_t)) == 0:
+                self.invoked_at = i
+                return
 
     def token_at(self, Py_ssize_t i):
         """Return one token."""
@@ -73,7 +113,7 @@ cdef class Tokens:
             memcpy(self.data + begin, more.data(), count * sizeof(int32_t))
         if count or begin < self.n:
             self.n = begin + count
-            self.changed()
+            self.edited()
 
     def append_plain(self, values, int32_t n_vocab):
         """Append token ids; return False and do nothing unless all are plain ints of the vocabulary."""
@@ -88,19 +128,23 @@ cdef class Tokens:
             self.reserve(self.n + <Py_ssize_t>more.size())
             memcpy(self.data + self.n, more.data(), more.size() * sizeof(int32_t))
             self.n += <Py_ssize_t>more.size()
-            self.changed()
+            self.edited()
         return True
 
     def cut(self, Py_ssize_t n):
         """Keep the first n tokens."""
         self.n = max(0, min(n, self.n))
-        self.changed()
+        self.edited()
 
     cdef void put(self, int32_t token) noexcept:
         """Append one token into reserved memory."""
         self.data[self.n] = token
         self.n += 1
         self.changed()
+
+    cdef void edited(self) noexcept:
+        self.changed()
+        self.find_invocation()
 
     cdef void changed(self) noexcept:
         self.edits += 1

@@ -10,7 +10,7 @@ cdef class Context(Adapted):
         """Decode pending tokens up to `end`; return (done, logits or None).
 
         Does nothing if the memory differs from the ledger. After an exception the ledger is
-        updated to what the memory holds.
+        updated to what the memory holds. The tokens are all before an activation, or all after it.
         """
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         cdef Py_ssize_t i, begin = ledger.n_evaluated, n = end - begin
@@ -29,7 +29,7 @@ cdef class Context(Adapted):
                     self.put_row(i, <int32_t>(begin + i), seq, self.embeddings)
                 self.flags[n - 1] = 1
                 self.check_batch(n, 1, False)
-                self.run_parts(n, 1)
+                self.run_parts(n, 1, ledger.next_is_active())
                 self.note_held(ledger, seq, end)
                 return True, self.logit_row(-1, True, <int32_t>n) if want_row else None
             except BaseException:
@@ -41,19 +41,21 @@ cdef class Context(Adapted):
     def decode_shares(self, Rows rows not None, list shares not None):
         """Decode a batch of several sequences; return rows of logits, or None if a ledger differs.
 
+        None also if an activated adapter is for some of them only.
         ``shares`` are tuples: tokens, sequence id, number of tokens held afterwards, and the batch
         index whose logits are wanted, or -1.
         """
         cdef int32_t width
+        cdef int active = _are_active((), shares)
         self.lock_write()
         try:
-            if not self.are_as_noted(shares):
+            if active < 0 or not self.are_as_noted(shares):
                 return None
             try:
                 self.load_rows(rows, False)
                 width = <int32_t>rows.width
                 self.check_batch(<Py_ssize_t>self.token.size(), width, False)
-                self.run_parts(<int64_t>self.token.size(), width)
+                self.run_parts(<int64_t>self.token.size(), width, active != 0)
                 return self.note_shares(shares, 0)
             except BaseException:
                 self.note_shares_left(shares)
@@ -79,8 +81,8 @@ cdef class Context(Adapted):
         """Decode, choose and append one token for each lane; decode parts of prompts in the same call.
 
         Returns (owner, token) for each token, and rows of logits as `decode_shares` does. Returns
-        None and does nothing if a ledger differs or one plain decode is not enough. Owners of lanes
-        that may have ended go to ``looks``.
+        None and does nothing if a ledger differs, one plain decode is not enough, or an activated
+        adapter is for some of them only. Owners of lanes that may have ended go to ``looks``.
         """
         cdef Py_ssize_t i, n, total
         cdef Tokens ledger
@@ -89,12 +91,13 @@ cdef class Context(Adapted):
         cdef tuple own_lanes = tuple(lanes), own_owners = tuple(owners)
         _check_lanes(own_lanes, own_owners)
         shares = [] if shares is None else list(shares)
+        cdef int active = _are_active(own_lanes, shares)
         n = total = len(own_lanes)
         if rows is not None:
             total += rows.n
         self.lock_write()
         try:
-            if not self.is_plain(total, rows) or not self.are_as_noted(shares):
+            if active < 0 or not self.is_plain(total, rows) or not self.are_as_noted(shares):
                 return None
             for i in range(n):
                 if not self.is_ready(<Lane>own_lanes[i]):
@@ -110,7 +113,7 @@ cdef class Context(Adapted):
                     self.token[i] = rows.tokens[i - n]
                     self.put_row(i, rows.positions[i - n], rows.seq_ids[i - n], rows.flags[i - n] != 0)
                 self.check_batch(total, 1, False)
-                self.run_parts(total, 1)
+                self.run_parts(total, 1, active != 0)
                 for i in range(n):
                     ledger = (<Lane>own_lanes[i]).ledger
                     self.note_held(ledger, ledger.seq_id, ledger.n)
@@ -162,6 +165,7 @@ cdef class Context(Adapted):
     cdef int note_held(self, Tokens ledger, int32_t seq, Py_ssize_t n) except -1:
         ledger.version = self.seqs.name_version(seq)
         ledger.n_evaluated = n
+        ledger.activated_at = ledger.invoked_at if ledger.invoked_at < n else -1
         return 0
 
     cdef int note_left(self, Tokens ledger, int32_t seq) except -1:
@@ -227,6 +231,22 @@ cdef class Context(Adapted):
         if failure is not None:
             raise failure
         return made
+
+
+cdef int _are_active(tuple lanes, list shares) except -2:
+    """Return whether the next tokens are evaluated with the activated adapter; -1 if some are."""
+    cdef Tokens ledger
+    cdef Lane lane
+    cdef int found = -1
+    for lane in lanes:
+        if found == 1 - lane.ledger.next_is_active():
+            return -1
+        found = lane.ledger.next_is_active()
+    for ledger, _, _, _ in shares:
+        if found == 1 - ledger.next_is_active():
+            return -1
+        found = ledger.next_is_active()
+    return max(found, 0)
 
 
 cdef int _check_lanes(tuple lanes, tuple owners) except -1:

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <shared_mutex>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "llama.h"
@@ -42,7 +43,11 @@ struct adapter_set {
     std::vector<llama_adapter_lora *> loras;
     std::vector<float>                scales;
     std::vector<float>                control;  // layers from 1 on, one after the other; empty without one
+    int64_t                           activated = -1;  // index of the aLoRA, which not all tokens use; -1 without one
 };
+
+// LoRA adapters with their scales, as a context holds them.
+using adapter_map = std::unique_ptr<std::unordered_map<llama_adapter_lora *, float>>;
 
 // Null on error; `problem`, caught() or the logged notes say why.
 llama_adapter_lora * adapter_load(llama_model * model, const char * path, adapter_lock & lock, std::string & problem) noexcept;

@@ -70,8 +70,10 @@ inline int32_t run_decode(edit_key, llama_context * ctx, const llama_batch & bat
 }
 
 // Switch adapters. Reserves the graphs now, so that running out of memory shows here. 1 if llama.cpp refuses the
-// control vector.
-int32_t use_adapters(edit_key, llama_context * ctx, adapter_set & set) noexcept;
+// control vector. `base` gets all of them but the activated one; null if there is none.
+int32_t use_adapters(edit_key, llama_context * ctx, adapter_set & set, adapter_map & base) noexcept;
+// Exchange the LoRA adapters. Reserves no graphs: the ones with all adapters are the largest.
+void    swap_adapters(edit_key, llama_context * ctx, adapter_map & other) noexcept;
 
 inline int32_t run_encode(edit_key, llama_context * ctx, const llama_batch & batch) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {

@@ -164,9 +164,9 @@ int32_t sequence_facts::adapt(adapter_set & set, adapter_set & before) noexcept 
     int32_t code;
     {
         const std::shared_lock<adapter_lock> read(*model_adapters);
-        code = use_adapters({}, ctx, set);
+        code = use_adapters({}, ctx, set, base);
         if (code != 0) {
-            return use_adapters({}, ctx, before) == 0 ? code : NOTHING_DONE;
+            return use_adapters({}, ctx, before, base) == 0 ? code : NOTHING_DONE;
         }
     }
     code = clear(false);
@@ -346,7 +346,7 @@ void sequence_facts::note_first_tokens(const llama_batch & batch) noexcept {
     }
 }
 
-int32_t sequence_facts::decode(const llama_batch & batch, bool is_first) noexcept {
+int32_t sequence_facts::decode(const llama_batch & batch, bool is_first, bool active) noexcept {
     int32_t states[N_SEQ];
     if (is_first) {
         rows.begin();
@@ -371,7 +371,14 @@ int32_t sequence_facts::decode(const llama_batch & batch, bool is_first) noexcep
     int32_t code;
     {
         const std::shared_lock<adapter_lock> read(*model_adapters);
+        const bool swaps = base && !active;
+        if (swaps) {
+            swap_adapters({}, ctx, base);
+        }
         code = run_decode({}, ctx, batch);
+        if (swaps) {
+            swap_adapters({}, ctx, base);
+        }
     }
     if (code == 0) {
         decoded(batch);

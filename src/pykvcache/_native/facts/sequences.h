@@ -117,8 +117,9 @@ class sequence_facts {
                      uint64_t version) noexcept;
 
     // Run llama_decode() and update the facts. The rows of a first part replace all previous ones. After a non-zero code
-    // above NOTHING_DONE, needs_removal() tells which sequences are unusable.
-    int32_t decode(const llama_batch & batch, bool is_first) noexcept;
+    // above NOTHING_DONE, needs_removal() tells which sequences are unusable. Only an `active` decode uses the activated
+    // adapter.
+    int32_t decode(const llama_batch & batch, bool is_first, bool active) noexcept;
     int32_t encode(const llama_batch & batch) noexcept;
 
   private:
@@ -140,6 +141,7 @@ class sequence_facts {
 
     llama_context *             ctx = nullptr;
     adapter_lock *              model_adapters = nullptr;
+    adapter_map                 base;  // the adapters without the activated one; null if there is none
     memory *                    mem = nullptr;
     llama_seq_id                n_seq_max = 0;
     memory_traits               traits;

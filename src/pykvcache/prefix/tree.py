@@ -256,8 +256,9 @@ class PrefixTree:
         node = self._node_of(match.node, resume.n)
         if node.parent is None:
             return None
-        # What follows the chunk in which it ends may be evicted.
-        node = self._boundary(node, self._chunk_after(node, resume.n))
+        if resume.n < node.end:
+            # What follows the chunk in which it ends may be evicted.
+            node = self._boundary(node, self._chunk_after(node, resume.n))
         first = node.end
         if resume.window_first < resume.n:
             first = self._node_of(node, resume.window_first + 1).start

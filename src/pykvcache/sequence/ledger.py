@@ -116,5 +116,5 @@ class Ledger(lib.Tokens):
         """Drop the marks that no held token is behind."""
         if self.shifted_at is not None and self.n_held <= self.shifted_at:
             self.shifted_at = None
-        if self.n_held <= self.activated_at:
+        if self.activated_at >= 0 and self.n_held <= self.activated_at:
             self.activated_at = -1

@@ -37,8 +37,9 @@ KNOWN, KNOWN_SECONDS = 1 << 15, 60.0
 # How many blocks tell what the store is used for.
 _N_SAMPLES = 8
 
-# What is believed before anything was measured: seconds per request, and per byte.
-_SPEED = {"disk": (5e-4, 1 / 1.5e9), "remote": (2e-3, 1 / 2e8)}
+# Seconds per request and per byte before anything was measured. Optimistic: a request that waits in
+# vain waits a tenth of its evaluation, and one that asks for nothing evaluates it all.
+_SPEED = {"disk": (5e-4, 1 / 1.5e9), "remote": (1e-3, 1 / 1e9)}
 
 
 #: So many blocks are remembered per tier; of those that are forgotten, `BlockRemoved` is sent.

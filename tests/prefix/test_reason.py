@@ -33,7 +33,7 @@ def test_it_compares_with_the_sequence_that_agrees_most(context: LlamaContext) -
         new = cache.sequence([*BASE[:20], 47, 48])
         assert new.reuse.live == 10
         assert new.reuse.first_difference == 20
-        said = "20 tokens are those of a sequence in use, of which it has evaluated 10"
+        said = "a live sequence begins with the same 20 tokens, and has evaluated 10 of them so far"
         assert new.reuse.reason.endswith(said)
         waiting.evaluate()
         newer = cache.sequence([*BASE[:20], 49])
@@ -95,7 +95,7 @@ def test_it_names_other_adapters(model_folder: Path, tmp_path: Path) -> None:
         held.evaluate()
         ctx.set_adapters([])
         said = cache.sequence([*BASE, 7]).reuse.reason
-        assert "41 tokens are those of a sequence in use, which was evaluated with other" in said
+        assert "a live sequence begins with the same 41 tokens, evaluated with other" in said
 
 
 @pytest.mark.parametrize(

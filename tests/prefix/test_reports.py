@@ -92,10 +92,10 @@ def test_tokens_that_nobody_has_evaluated_are_not_known(case: Case, make_context
         other = cache.sequence([*text[:30], 56, *text[31:]])
         assert other.reuse.evaluated == 40
         assert other.reuse.first_difference == 30
-        assert "30 tokens are those of a sequence in use" in other.reuse.reason
+        assert "a live sequence begins with the same 30 tokens" in other.reuse.reason
         assert "checkpoint" not in other.reuse.reason
         again = cache.sequence(text)
-        assert "40 tokens are those of a sequence in use" in again.reuse.reason
+        assert "a live sequence begins with the same 40 tokens" in again.reuse.reason
         waits.evaluate()
         assert evaluated(cache.sequence(text)) <= 1
 

@@ -1,4 +1,4 @@
-"""What is known of a prompt, in use and in memory, and how a sequence begins with it."""
+"""Finds the longest cached prefix of a prompt, and decides whether to fork or restore it."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _ADAPTERS = "adapters or control vectors"
 
 @dataclass(slots=True)
 class Live:
-    """What the sequences in use have of a prompt.
+    """The live sequences that share most with a prompt.
 
     Attributes
     ----------
     parent, n
-        The one that most can be forked of, and how many tokens that is.
+        The sequence from which the most tokens can be forked, and their number.
     nearest, agrees
-        The one that agrees most, and in how many tokens; it may not have evaluated all of them.
+        The sequence with the longest common prefix, and its length, evaluated or not.
     """
 
     parent: Request | None = None
@@ -49,7 +49,7 @@ class Live:
 
 
 def look_up(live: Iterable[Request], tokens: IntArray, namespace: str, new: Request) -> Live:
-    """Return what the requests of a namespace have of a prompt, but for a new one."""
+    """Return the live sequences that share most with a new request, in its namespace."""
     found = Live()
     fresh_agrees = 0
     for other in live:
@@ -67,16 +67,16 @@ def look_up(live: Iterable[Request], tokens: IntArray, namespace: str, new: Requ
 
 @dataclass(slots=True)
 class Begin:
-    """What a sequence begins with.
+    """Where a sequence starts.
 
     Attributes
     ----------
     parent, n
-        The sequence that it is forked from, and at which token; None where it is not forked.
+        The sequence to fork, and after how many tokens; None if nothing is forked.
     resume
-        What of the tree it uses and keeps: all that it begins with where it is not forked.
+        The part of the tree that it uses and holds, and restores if nothing is forked.
     row
-        The logits after the prompt, where they are known.
+        The logits after the prompt, if they are cached.
     """
 
     parent: Request | None
@@ -86,8 +86,8 @@ class Begin:
 
 
 def plan_begin(tree: PrefixTree, match: Match, live: Live, n_tokens: int) -> Begin:
-    """Return how a prompt begins, of what memory (match) and sequences in use (live) have of it."""
-    # Logits are made by a decode: the last token is evaluated where they are not known.
+    """Return where a prompt starts, given its matches in RAM and in live sequences."""
+    # The last token is evaluated to get its logits, unless they are cached.
     resume, row = tree.resume(match, n_tokens - 1), None
     if match.n == n_tokens and (known := match.end_at(n_tokens).row) is not None:
         whole = tree.resume(match, n_tokens)
@@ -105,7 +105,7 @@ def plan_begin(tree: PrefixTree, match: Match, live: Live, n_tokens: int) -> Beg
 
 
 class PromptLookup:
-    """Finds what is known of a prompt, and lets a sequence begin with it; the lock is held."""
+    """Starts sequences from the longest cached prefix; the caller holds the lock."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class PromptLookup:
         self._part = "state" if shape.needs_state else "window" if shape.window_start else ""
 
     def begin(self, request: Request) -> None:
-        """Let a sequence of which nothing was evaluated begin with what is known."""
+        """Start a new sequence from the longest cached prefix of its tokens."""
         ledger = request.cells.ledger
         n = len(ledger)
         if not n:
@@ -159,7 +159,7 @@ class PromptLookup:
         )
 
     def _cells_of(self, match: Match, resume: Resume) -> Cells:
-        """Return what is in memory of the tokens before a place."""
+        """Return the cells and the state that a resume point needs, from RAM."""
         if not resume.n:
             return Cells(0, [], [], 0)
         first, window = resume.n, list[Any]()
@@ -170,14 +170,14 @@ class PromptLookup:
         return Cells(resume.n, attention, window, first, state)
 
     def _execute(self, request: Request, begin: Begin, stored: Cells) -> bool:
-        """Do what was planned: the only part that touches the memory. Returns whether it forked."""
+        """Fork or restore, the only step that changes the memory; return whether it forked."""
         cells = request.cells
         if begin.parent is not None:
             begin.parent.cells.fork_into(cells, begin.n)
             cells.row = begin.row
             if request.usable >= stored.n:
                 return True
-            cells.release()  # no id was free, and what is parked cannot be cut so far
+            cells.release()  # no sequence id was free, and the parked state is not truncatable
         if stored.n:
             cells.state = PutBack(
                 partial(self._memory.put, cells=stored),
@@ -193,7 +193,7 @@ class PromptLookup:
     def _difference(
         self, ids: IntArray, live: Live, known: int, after: int | None
     ) -> Difference | None:
-        """Return where a prompt differs from the closest cached one; None where it does not."""
+        """Return where a prompt differs from the closest cached one; None if it does not."""
         at, other = known, after
         if live.nearest is not None and live.agrees >= known:
             theirs = live.nearest.cells.ledger
@@ -205,9 +205,9 @@ class PromptLookup:
         return Difference(self._model, shown, at, other)
 
     def _obstacles_of_adapters(self, ids: IntArray, request: Request, agrees: int) -> list[str]:
-        """Return why tokens that were evaluated with other adapters are not shared.
+        """Return an obstacle if other adapters have a longer match.
 
-        Other namespaces are not looked at: a tenant must not learn of another's prompts.
+        Other namespaces are not searched: a tenant must not learn about another's prompts.
         """
         tree, found = self._blocks.tree, list[str]()
         least = agrees + tree.shape.block_size
@@ -218,7 +218,7 @@ class PromptLookup:
         return found
 
     def renew(self, request: Request) -> bool:
-        """Let a sequence begin again with what was evaluated since; return whether that is more."""
+        """Restart a sequence if a longer prefix is cached by now; return whether it was."""
         cells = request.cells
         ids, known, n = request.shareable, request.usable, len(cells.ledger)
         if cells.ledger.shifted_at is not None or known >= min(n - 1, len(ids)):
@@ -233,13 +233,13 @@ class PromptLookup:
 
 
 def _obstacles_of(nearest: Request, agrees: int, space: str) -> list[str]:
-    """Return why a sequence in use does not share all tokens in which it agrees with a prompt."""
+    """Return why a live sequence does not share its whole common prefix with a prompt."""
     cells = nearest.cells
     if cells.n_fresh >= agrees:
         return []
-    start = f"{agrees} tokens are those of a sequence in use, "
+    start = f"a live sequence begins with the same {agrees} tokens, "
     if nearest.space != space:
-        return [start + f"which was evaluated with other {_ADAPTERS}"]
+        return [start + f"evaluated with other {_ADAPTERS}"]
     if cells.ledger.shifted_at is None:
-        return [start + f"of which it has evaluated {cells.n_fresh}"]
-    return [start + f"of which it held {cells.n_fresh} before it dropped tokens"]
+        return [start + f"and has evaluated {cells.n_fresh} of them so far"]
+    return [start + f"but discarded tokens after the first {cells.n_fresh}"]

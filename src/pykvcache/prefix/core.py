@@ -48,10 +48,10 @@ _cores: weakref.WeakKeyDictionary[LlamaContext, weakref.ref[CacheCore]] = (
 
 
 class CacheCore:
-    """What sequences and generators call of a `PrefixCache`, which checks the arguments of users.
+    """The internals of a `PrefixCache`, which sequences and generators call.
 
-    The pool's lock is held in every method, where its description says nothing else. Sequences
-    keep it alive, also where the cache itself is gone.
+    The caller holds the sequence pool's lock in every method, unless its docstring says otherwise.
+    Sequences keep this object alive after the `PrefixCache` is gone.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class CacheCore:
             raise ArgumentError("the context has a PrefixCache already: close it first", "context")
         self.context, self.pool = context, pool_of(context)
         self.keep_logits, self.has_tiers = keep_logits, len(stores) > 0
-        #: Requests since the beginning, those of which anything was known, and their sums.
+        #: Number of requests, number of hits, and sums over their reports.
         self.n_requests = self.n_hits = 0
         self.sums = dict.fromkeys(COUNTED, 0)
         #: The requests whose sequences are in use, the oldest first.
@@ -97,7 +97,7 @@ class CacheCore:
 
         self.events = EventLog(min(ram_bytes // 64, 16 << 20), later=self.pool.later)
         self.blocks = BlockCache(memory, ram_bytes, policy, root, self.events, self.pool)
-        ref = weakref.ref(context)  # threads of tiers do not keep the context alive
+        ref = weakref.ref(context)  # tier threads must not keep the context alive
         self.link = TierLink(
             Tiers(
                 stores,
@@ -110,7 +110,7 @@ class CacheCore:
                 queue_bytes,
                 self.events.add,
                 lambda: 0 if (ctx := ref()) is None else ctx.tokens_evaluated,
-                # Queued blocks stay in memory even after their eviction.
+                # Queued blocks occupy RAM even after their eviction.
                 ram_bytes // 4 or None,
             ),
             memory,
@@ -129,7 +129,7 @@ class CacheCore:
             memory.n_window_cells,
         )
         self._n_vocab, self._native = context.model.n_vocab, context.native
-        self._adapters = set[bytes]()  # digests of those that were in use
+        self._adapters = set[bytes]()  # digests of all adapter sets used so far
         self._lookup = PromptLookup(context.model, memory, self.blocks, self.live, self._adapters)
         self._admission = Admission(memory, self.blocks, self.link, keep_logits)
         self._prefetches = Prefetches()
@@ -157,7 +157,7 @@ class CacheCore:
         priority: int = 0,
         keep: int | None = None,
     ) -> CachedSequence:
-        """Return a sequence that begins with what is known of a prompt; no tier is asked.
+        """Return a sequence that resumes from RAM or a live sequence; tiers are not searched.
 
         Arguments are as for `PrefixCache.sequence`; ``keep`` as for `CachedSequence.close`.
         """
@@ -181,16 +181,16 @@ class CacheCore:
         return sequence
 
     def open_beside(self, first: Request) -> CachedSequence:
-        """Return a sequence of the same tokens, for another sample; it is no request of its own."""
+        """Return a sequence of the same tokens, for another sample; it is not counted."""
         own = self.open(None, first.namespace, priority=first.priority, keep=first.keep)
         own._request.boundaries = first.boundaries
         own._request.cells.ledger.append(first.cells.ledger.tokens)
         return own
 
     def join(self, child: Request, parent: Request) -> None:
-        """Take note of a fork: it holds what its parent does."""
+        """Register a fork: it holds the same components as its parent."""
         child.is_searched = True
-        if parent in self.live:  # and was not cleared
+        if parent in self.live:  # False after `clear`
             self.live[child] = None
             with self.blocks.change():
                 self.blocks.hold_as(child, parent)
@@ -198,14 +198,14 @@ class CacheCore:
         child.report = ReuseReport(len(child), live=live, evaluated=len(child) - live)
 
     def renew(self, request: Request) -> None:
-        """Let a request begin again with what was evaluated since, where that is more."""
+        """Look a waiting request up again; restart it if a longer prefix is cached by now."""
         old = request.report
         self._enter(request)
         if request in self.live and self._lookup.renew(request):
             self._count(request, old)
 
     def give(self, request: Request) -> None:
-        """Keep what was evaluated for a request: called when its sequence is closed."""
+        """Store the evaluated tokens of a request, whose sequence is being closed."""
         if self._native.base_names or self._adapters:
             self._enter(request)
         if self.blocks.pins:
@@ -219,7 +219,7 @@ class CacheCore:
     # Tiers ----------------------------------------------------------------------------------------
 
     def seek(self, request: Request) -> None:
-        """Begin to look for a prompt in the tiers, once; `is_ready` says when to wait no longer."""
+        """Start the search of the tiers, once per request; then poll `is_ready`."""
         if not request.is_searched:
             request.is_searched = True
             if self.has_tiers:
@@ -230,7 +230,7 @@ class CacheCore:
                 request.search = self.link.search(tokens, request.space, request.usable, deliver)
 
     def is_ready(self, request: Request) -> bool:
-        """Return whether a request need not wait for the tiers; it begins with what has come."""
+        """Start the search if needed; use its result and return True once it is over or late."""
         self.seek(request)
         if request.search is not None:
             if request.search.left > 0:
@@ -245,14 +245,14 @@ class CacheCore:
             search.cancel()
 
     def settle(self, request: Request) -> None:
-        """Let a request begin with what has come of its search."""
+        """End a request's search, and restart the request from its result if that is longer."""
         search, request.search = request.search, None
         if search is None:
             return
         found, old = Loaded(), request.report
         if search.is_cancelled:
             obstacles = ["its tokens were forgotten during the search"]
-        elif not search.leave():  # what comes later is delivered
+        elif not search.leave():  # a late result goes to `deliver`
             obstacles = ["tiers had not answered in time"]
         else:
             found, obstacles = search.found, search.obstacles
@@ -264,20 +264,20 @@ class CacheCore:
         self.link.keep(search, request)
         request.cells.release()
         self._lookup.begin(request)
-        # Of what is restored from memory now, so much came from the tiers.
+        # Part of the tokens now restored from RAM came from the tiers.
         remote = min(found.count("remote", self.block_size), request.report.ram)
         disk = min(found.count("disk", self.block_size), request.report.ram - remote)
         request.set_origin(disk=disk, remote=remote)
         self._count(request, old)
 
     def deliver(self, load: Load) -> None:
-        """Keep what came too late for its request; takes the lock, in the thread that loaded it."""
+        """Store a result that is too late for its request; takes the lock, in the load's thread."""
         with self.pool:
             if not (self.is_closed or load.is_cancelled) and self.blocks.max_bytes:
                 self.link.keep(load)
 
     def prefetch(self, one: Prefetch) -> None:
-        """Let what the tiers have of a prompt be brought to memory, where anything can come."""
+        """Queue a prefetch; end it at once without tiers, RAM budget or a full block."""
         n = len(one.tokens) // TOKEN_SIZE
         if self.has_tiers and self.blocks.max_bytes and n >= self.block_size:
             self._prefetches.add(one, weakref.ref(self))
@@ -285,7 +285,7 @@ class CacheCore:
             one.end()
 
     def bring(self, one: Prefetch) -> None:
-        """Load what the tiers have of a prompt, as far as it fits; takes the lock, in a thread."""
+        """Run a prefetch, which loads as much as fits; takes the lock, in a thread."""
         with self.pool:
             if self.is_closed:
                 return
@@ -300,14 +300,14 @@ class CacheCore:
                 one.n_tokens = max(0, self._known(one) - known)
 
     def _known(self, one: Prefetch) -> int:
-        """Return how many tokens of a prompt memory lets a sequence go on from."""
+        """Return after how many tokens of a prompt RAM can resume."""
         match = self.blocks.tree.match(one.tokens, one.namespace)
         return self.blocks.tree.resume(match, match.n).n
 
-    # Care -----------------------------------------------------------------------------------------
+    # Maintenance ----------------------------------------------------------------------------------
 
     def forget(self, tokens: bytes, namespace: str) -> None:
-        """Drop some tokens, all that goes on from them, and all that only they need."""
+        """Remove tokens, every continuation of them, and ancestors that no other prompt uses."""
         tree = self.blocks.tree
         for space in self._spaces(namespace):
             paths = [tokens, *tree.continuations(tokens, space)]
@@ -317,7 +317,7 @@ class CacheCore:
             self.link.forget(paths, space)
 
     def clear(self, namespace: str | None) -> None:
-        """Forget all of a namespace, or everything."""
+        """Remove all tokens of a namespace, or of all namespaces."""
         tiers = self.link.tiers
         for space in [None] if namespace is None else self._spaces(namespace):
             with self.blocks.change():
@@ -337,21 +337,21 @@ class CacheCore:
             self.events.add(AllBlocksCleared())
 
     def _cancel(self, tokens: bytes, space: str | None) -> None:
-        """Let nothing come from tiers any more that was asked for and is forgotten now."""
+        """Cancel loads and prefetches of these tokens."""
         self.link.cancel(tokens, space)
         self._prefetches.cancel(tokens, space)
 
     def _enter(self, request: Request) -> None:
-        """Let a request share what was computed with the adapters that are in use now."""
+        """Set a request's space to that of the adapters in use."""
         if self._native.base_names or self._adapters or request.namespace[:1] == "\0":
             request.space = self.current_space(request.namespace)
 
     def current_space(self, namespace: str) -> str:
-        """Return what a namespace is kept under with the adapters that are in use now."""
+        """Return the space of a namespace, with the adapters in use."""
         return space_of(namespace, self._note_adapters())
 
     def _spaces(self, namespace: str) -> list[str]:
-        """Return what a namespace may be kept under, with all adapters that were in use."""
+        """Return the spaces of a namespace, with every set of adapters used so far."""
         self._note_adapters()
         return [space_of(namespace), *(space_of(namespace, one) for one in self._adapters)]
 
@@ -361,10 +361,10 @@ class CacheCore:
             self._adapters.add(digest)
         return digest
 
-    # Figures --------------------------------------------------------------------------------------
+    # Statistics -----------------------------------------------------------------------------------
 
     def _count_new(self, request: Request) -> None:
-        """Count a request, and report it to those who subscribed to lookups."""
+        """Count a request, and publish its lookup."""
         request.is_counted = True
         self.n_requests += 1
         self._count(request, ReuseReport())
@@ -374,19 +374,19 @@ class CacheCore:
             self.events.looked_up(Lookup(names, n, self.block_size))
 
     def _count(self, request: Request, old: ReuseReport) -> None:
-        """Count the report of a request, in place of an old one."""
+        """Replace a request's old report by its new one in the statistics."""
         if request.is_counted:
             new = request.report
             for name in COUNTED:
                 self.sums[name] += getattr(new, name) - getattr(old, name)
             self.n_hits += (new.evaluated < new.n_tokens) - (old.evaluated < old.n_tokens)
 
-    # Life -----------------------------------------------------------------------------------------
+    # Lifetime -------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Forget everything; takes the lock. Tiers get what the sequences in use have evaluated."""
+        """Empty the cache, and queue the tokens of live sequences for the tiers; takes the lock."""
         if self._native.is_inherited:
-            self._is_closed = True  # a forked child has none of its threads, and no context
+            self._is_closed = True  # after os.fork() the child lacks the threads and the context
             return
         with self.pool:
             if self._is_closed:
@@ -406,25 +406,25 @@ class CacheCore:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it, or its context, was closed."""
+        """Whether the cache or its context is closed."""
         return self._is_closed or self._native.is_closed
 
     def space(self, namespace: str | None) -> str:
-        """Return the namespace of a call; raises `ClosedError` where the cache is closed."""
+        """Return a namespace, by default the cache's; raise `ClosedError` if it is closed."""
         self.check_open()
         return self._namespace if namespace is None else as_namespace(namespace)
 
     def check_open(self) -> None:
-        """Raise `ClosedError` where it, or its context, was closed."""
+        """Raise `ClosedError` if the cache or its context is closed."""
         if self._native.is_closed:
             raise ClosedError("the context of this cache is closed")
         if self._is_closed:
             raise ClosedError("the cache is closed")
 
 
-#: Those with tiers, which have something to write when the interpreter exits.
+#: Caches with tiers, whose queues are written when the interpreter exits.
 _with_tiers: weakref.WeakSet[CacheCore] = weakref.WeakSet()
-#: Their writers: the thread of one keeps it while there is something to write.
+#: Their writers: a writer's thread keeps it alive while its queue is not empty.
 _writers: weakref.WeakSet[Writer] = weakref.WeakSet()
 
 
@@ -434,5 +434,5 @@ def _write_all() -> None:
     for core in list(_with_tiers):
         with contextlib.suppress(Exception):
             core.close()
-    for writer in list(_writers):  # of caches that were dropped
+    for writer in list(_writers):  # of garbage-collected caches
         writer.close(max(0.0, until - time.monotonic()))

@@ -29,26 +29,26 @@ __all__ = ["CachedSequence", "Request", "request_of"]
 
 @dataclass(eq=False)
 class Request:
-    """A sequence as its cache sees it: the request, and its outcome.
+    """The cache's record of a sequence.
 
     Attributes
     ----------
     cells
-        What the context's memory holds of the sequence.
+        Its cells in the context's memory.
     space
-        What its tokens are kept under: the namespace, with the adapters that are in use.
+        The space of its tokens: namespace and adapters in use (see `block_hash.space_of`).
     boundaries
-        Tokens after which messages end.
+        Numbers of tokens after which messages end.
     keep
-        Number of its first tokens that the cache gets at most; None for all.
+        Maximum number of its first tokens to store; None for all.
     report, reason
-        Where its tokens come from; why there are no more, put into words when `reuse` is read.
+        Where its tokens came from; why no more were reused, formatted when `reuse` is read.
     search
-        The search of the tiers that it still waits for.
+        The search of the tiers that it waits for.
     is_searched
-        Whether the tiers were asked.
+        Whether the tiers were searched.
     is_counted
-        Whether it counts in the cache's figures.
+        Whether the cache's statistics count it.
     """
 
     cells: SequenceCells
@@ -79,23 +79,23 @@ class Request:
 
     @property
     def reuse(self) -> ReuseReport:
-        """The report, with the reason in words."""
+        """The report, with the reason as text."""
         if self.reason is not None and not self.report.reason:
             self.report = replace(self.report, reason=str(self.reason))
         return self.report
 
     @property
     def usable(self) -> int:
-        """How many of its tokens need no evaluation to give its next logits."""
+        """Number of its first tokens that need no evaluation before its next logits."""
         cells = self.cells
         n = cells.ledger.n_evaluated
         if n == len(cells.ledger) and cells.row is None:
-            # Logits are made by a decode: of the last token, and of what cannot be gone back over.
+            # Logits need a decode from the last point before the end that can be rewound to.
             return cells.reachable(n - 1) if n else 0
         return cells.reachable(n)
 
     def row_at(self, n: int) -> npt.NDArray[np.float32] | None:
-        """Return the logits after its first n tokens, where they are known."""
+        """Return the logits after its first n tokens, if they are cached."""
         cells = self.cells
         if n == len(self) and cells.row is not None:
             return cells.row
@@ -103,12 +103,12 @@ class Request:
         return row[1] if row is not None and row[0] == n else None
 
     def set_shared(self) -> None:
-        """Say that its prompt was evaluated for the request that it was forked from."""
+        """Report that its prompt was evaluated for the request that it was forked from."""
         n = len(self)
         self.report, self.reason = ReuseReport(n, live=n), None
 
     def set_origin(self, *, disk: int, remote: int) -> None:
-        """Say how many of its tokens in memory came from tiers just now."""
+        """Report how many of the tokens restored from RAM came from tiers."""
         ram = self.report.ram - disk - remote
         self.report = replace(self.report, ram=ram, disk=disk, remote=remote)
 
@@ -148,7 +148,7 @@ class CachedSequence(LlamaSequence):
         if row is not None and self._core.keep_logits and n == len(self):
             cells.points.row = n, row.copy()
             if not cells.points.has_state_at(n):
-                cells.checkpoint()  # where one token alone was new
+                cells.checkpoint()  # a single new token takes none by itself
 
     @classmethod
     def load(
@@ -179,15 +179,15 @@ class CachedSequence(LlamaSequence):
                     try:
                         self._core.give(self._request)
                     except DeviceLost:
-                        pass  # there is nothing left to give
-                    finally:  # also where a policy of the user's raises
+                        pass  # nothing is left to store
+                    finally:  # even if a user's policy raises
                         super().close()
         else:
             super().close()
 
     def __del__(self) -> None:
-        # In the middle of another call there is no giving: the cells are freed all the same, and
-        # what it holds is released with the next change.
+        # During another call nothing can be stored. The cells are freed anyway, and its holds are
+        # released by the next change.
         cells = getattr(self, "_cells", None)
         if cells is None or self._closed or self._context.is_closed:
             return
@@ -201,5 +201,5 @@ class CachedSequence(LlamaSequence):
 
 
 def request_of(sequence: LlamaSequence) -> Request | None:
-    """Return what the cache of a sequence notes of it; None where it belongs to none."""
+    """Return the cache's record of a sequence, or None if it belongs to no cache."""
     return sequence._request if isinstance(sequence, CachedSequence) else None

@@ -1,4 +1,4 @@
-"""Events of a cache, as vLLM reports them: what was stored and removed, for routers and replays."""
+"""Events of a cache, named as vLLM's: blocks stored and removed, for routers and replays."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 _log = logging.getLogger("pykvcache.prefix")
 T = TypeVar("T")
 
-#: Bytes of an event without names and tokens, and of a name.
+#: Bytes of an event without hashes and tokens, and of a hash.
 _EVENT_BYTES: Final = 700
 _NAME_BYTES: Final = 80
 _MEMORY: Final = "CPU"
@@ -42,17 +42,17 @@ class BlockStored:
     Attributes
     ----------
     block_hashes
-        Names of the blocks, 32 bytes each.
+        Hashes of the blocks, 32 bytes each.
     parent_block_hash
-        Name of the block before the first; None at the beginning of a prompt.
+        Hash of the block before the first; None at the beginning of a prompt.
     token_ids
         Their tokens.
     block_size
         Tokens per block.
     medium
-        Where they are: ``"CPU"`` is the cache's memory, ``"DISK"`` a tier of this machine,
-        ``"EXTERNAL"`` any other tier. A cache reports what it wrote to tiers or took from them,
-        once; several caches that share a tier report it each.
+        ``"CPU"`` is the cache's RAM, ``"DISK"`` a tier on this machine, ``"EXTERNAL"`` any other
+        tier. A cache reports each block that it writes to a tier or loads from it, once; caches
+        that share a tier each report it.
     """
 
     block_hashes: tuple[bytes, ...]
@@ -67,7 +67,7 @@ class BlockStored:
 class BlockRemoved:
     """Blocks were removed: evicted, forgotten, or cleared with their namespace.
 
-    That a tier has lost blocks is noticed when they are looked for, or with the next write.
+    A cache notices that a tier has lost blocks when it looks for them or next writes to the tier.
     """
 
     block_hashes: tuple[bytes, ...]
@@ -77,9 +77,9 @@ class BlockRemoved:
 
 @dataclass(frozen=True)
 class AllBlocksCleared:
-    """Nothing is left.
+    """The cache is empty.
 
-    An iterator over the log also gets it in the place of events that were forgotten.
+    Iterating over the log also yields it in place of events that were dropped.
     """
 
     time: float = field(default_factory=time.time)
@@ -92,9 +92,9 @@ class Lookup:
     Attributes
     ----------
     block_hashes
-        Names of its full blocks, known or not; only those before an adapter is activated.
+        Hashes of its full blocks, cached or not; only those before an adapter is activated.
     n_tokens
-        Its tokens; those after the last full block have no name.
+        Its number of tokens, those after the last full block included.
     block_size
         Tokens per block.
     """
@@ -107,16 +107,16 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored:
-    """A `BlockStored` whose blocks are named when it is read.
+    """A `BlockStored` whose blocks are hashed when it is read.
 
     Attributes
     ----------
     root
-        What the first name is computed from: the name of the block before it, or of the root.
+        Hash from which the chain continues: that of the block before the first, or of the root.
     parent
-        Name of the block before the first; None at the beginning of a prompt.
+        Hash of the block before the first; None at the beginning of a prompt.
     tokens
-        Of all the blocks, as little-endian 32-bit integers.
+        Tokens of all the blocks, as little-endian 32-bit integers.
     """
 
     root: bytes
@@ -129,11 +129,11 @@ class Stored:
 
     @property
     def names(self) -> tuple[bytes, ...]:
-        """The names of the blocks."""
+        """The hashes of the blocks."""
         return tuple(block_names(self.root, self.tokens, self.block_size * TOKEN_SIZE))
 
     def event(self) -> BlockStored:
-        """Return the event."""
+        """Return the public event."""
         ids = tuple(array("I", self.tokens))
         return BlockStored(
             self.names, self.parent, ids, self.block_size, self.medium, time=self.time
@@ -144,19 +144,20 @@ CacheEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventLog:
-    """The last events of a cache: iterate to take them out, or subscribe to be called.
+    """The unread events of a cache: iterate to take them out, or subscribe a callback.
 
-    A callback is called at the end of the call that caused the event, while the cache is locked;
-    of events that are about tiers, in any thread. It should note the event and return. It may call
-    the cache and its sequences. What it raises is logged, and goes no further.
+    A callback runs at the end of the call that caused the event, while the cache is locked; for
+    events of tiers, in any thread. It should return quickly. It may call the cache and its
+    sequences. Its exceptions are logged and suppressed.
 
     Parameters
     ----------
     max_bytes
-        Upper bound on the memory of events that wait to be taken out: the oldest are forgotten, and
-        `AllBlocksCleared` stands in their place. They are part of the cache's ``ram_bytes``.
+        Upper bound on the memory of unread events: beyond it the oldest are replaced by one
+        `AllBlocksCleared`. They are part of the cache's ``ram_bytes``.
     later
-        Is given a call, and returns True where it makes it later, when no change is under way.
+        ``later(call)`` returns True if it will run ``call`` itself once no change is in progress;
+        otherwise the log runs it at once.
     """
 
     def __init__(
@@ -171,28 +172,28 @@ class EventLog:
         #: Upper bound on `nbytes`.
         self.max_bytes = max_bytes
         self._later = later
-        self._has_gap = False  # whether events were forgotten before those that wait
+        self._has_gap = False  # whether events were dropped before the queued ones
         self._nbytes = 0
         self._lock = threading.RLock()  # a signal handler may clear the cache while it is held
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the events that wait."""
+        """Bytes of the unread events."""
         return self._nbytes
 
     def subscribe(self, callback: Callable[[CacheEvent], object]) -> Callable[[], None]:
-        """Call a function for every event from now on; returns what ends that."""
+        """Call a function for every event from now on; return a function that unsubscribes it."""
         return _joined(self._callbacks, callback)
 
     def subscribe_lookups(self, callback: Callable[[Lookup], object]) -> Callable[[], None]:
-        """Call a function for every prompt that is looked up from now on; returns what ends that.
+        """Call a function for every lookup from now on; return a function that unsubscribes it.
 
-        Lookups do not wait to be taken out. Without a subscriber no prompt is named for them.
+        Lookups are not queued. Without a subscriber no prompt is hashed for them.
         """
         return _joined(self.listeners, callback)
 
     def looked_up(self, lookup: Lookup) -> None:
-        """Call the functions that are subscribed to lookups."""
+        """Call the subscribers of lookups."""
         self._say(self.listeners, lookup)
 
     def _say(self, callbacks: list[Callable[[T], object]], event: T) -> None:
@@ -219,7 +220,7 @@ class EventLog:
             return event
 
     def add(self, event: CacheEvent | Stored) -> None:
-        """Let an event wait to be taken out, and call the subscribers."""
+        """Queue an event, and call the subscribers."""
         size = _size(event)
         with self._lock:
             self._events.append((event, size))
@@ -231,15 +232,14 @@ class EventLog:
             self._say(self._callbacks, _public(event))
 
     def withdraw(self, namespace: str | None) -> set[tuple[str, bytes]]:
-        """Forget the tokens of a namespace, or of all, that wait; a reader misses nothing else.
+        """Drop the unread `BlockStored` events of a namespace, or of all, without leaving a gap.
 
-        Blocks that came and went in between are not reported; those that a reader has heard of
-        are still reported as removed.
+        Blocks stored and removed unread are not reported; the removal of others still is.
 
         Returns
         -------
         set of (str, bytes)
-            Medium and name of blocks in tiers of which an event was dropped.
+            Medium and hash of the blocks in tiers whose event was dropped.
         """
         kept, unread = deque[tuple[CacheEvent | Stored, int]](), set[tuple[str, bytes]]()
         with self._lock:
@@ -247,7 +247,7 @@ class EventLog:
                 if isinstance(event, Stored) and namespace in (None, event.namespace):
                     unread.update((event.medium, key) for key in event.names)
                     continue
-                # Of tiers all stay: subscribers were told of what is dropped here.
+                # Removals from tiers stay: subscribers have received the events dropped here.
                 if isinstance(event, BlockRemoved) and event.medium == _MEMORY:
                     names = dict.fromkeys((_MEMORY, key) for key in event.block_hashes)
                     left = tuple(key for one, key in names if (one, key) not in unread)
@@ -269,7 +269,7 @@ def _joined(
     all_.append(callback)
 
     def stop() -> None:
-        with contextlib.suppress(ValueError):  # it was removed before
+        with contextlib.suppress(ValueError):  # already unsubscribed
             all_.remove(callback)
 
     return stop
@@ -288,7 +288,7 @@ def _public(event: CacheEvent | Stored) -> CacheEvent:
 
 
 def _size(event: CacheEvent | Stored) -> int:
-    """Return about how many bytes a waiting event takes; names outlive their blocks in it."""
+    """Return the approximate bytes of an unread event, which keeps hashes of evicted blocks."""
     if isinstance(event, AllBlocksCleared):
         return _EVENT_BYTES
     if isinstance(event, Stored):
@@ -297,7 +297,7 @@ def _size(event: CacheEvent | Stored) -> int:
 
 
 def as_dict(event: CacheEvent | Lookup) -> dict[str, Any]:
-    """Return an event as values that JSON holds: the class in ``type``, and names in hex."""
+    """Return an event as a dict for JSON: its class as ``type``, hashes in hex."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, bytes):

@@ -1,7 +1,7 @@
-"""Events of a cache over ZMQ, as vLLM sends them: for routers such as llm-d's or Dynamo's.
+"""Events of a cache over ZMQ in vLLM's format, for routers such as those of llm-d and Dynamo.
 
 A message has three frames: the topic, a sequence number of 8 bytes (big-endian), and msgpack of
-``[time, [event, ...], rank]``; an event is a map. Names of blocks go out as their low 64 bits.
+``[time, [event, ...], rank]``; an event is a map. Block hashes are sent as their low 64 bits.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored,
 
 __all__ = ["EventPublisher", "as_map"]
 
-#: How many events wait at most, and how many messages can be asked for again.
+#: Maximum numbers of queued events, and of messages that can be replayed.
 MAX_WAITING, MAX_REPLAY = 100_000, 10_000
 
 _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 
 
 def as_map(event: CacheEvent) -> dict[str, Any]:
-    """Return an event as the map that goes over the wire."""
+    """Return an event as the map to send."""
     if isinstance(event, AllBlocksCleared):
         return {"type": "AllBlocksCleared"}
     hashes = [_low(name) for name in event.block_hashes]
@@ -63,24 +63,24 @@ def _low(name: bytes) -> int:
 
 
 class EventPublisher(Closing):
-    """Send a cache's events to subscribers, from a thread of its own.
+    """Sends a cache's events to subscribers, from a thread of its own.
 
-    A cache never waits for it: where no subscriber reads, messages are dropped, and the gap in the
-    sequence numbers tells.
+    The cache never waits for it: if no subscriber reads, messages are dropped, and subscribers see
+    a gap in the sequence numbers.
 
     Parameters
     ----------
     cache
-        Whose events.
+        The cache whose events are sent.
     endpoint
-        Where to bind a PUB socket: ``tcp://*:5557``, ``ipc:///run/kv``.
+        Address to bind a PUB socket to: ``tcp://*:5557``, ``ipc:///run/kv``.
     topic
         First frame of each message; llm-d reads ``kv@POD@MODEL``.
     replay_endpoint
-        Where to bind a ROUTER socket that sends the last 10,000 messages again, from the sequence
-        number that it is asked for on.
+        Address to bind a ROUTER socket to, which replays the last 10,000 messages from a requested
+        sequence number on.
     data_parallel_rank
-        Third part of each message, from 0 on.
+        Third part of each message, 0 or more.
 
     Raises
     ------
@@ -104,7 +104,7 @@ class EventPublisher(Closing):
         try:
             import zmq
 
-            msgpack: Any = import_module("msgpack")  # which has no types
+            msgpack: Any = import_module("msgpack")  # it has no types
         except ImportError as error:
             raise ImportError(
                 f"EventPublisher needs zmq: {how_to_install('zmq')} ({error})"
@@ -117,12 +117,12 @@ class EventPublisher(Closing):
         self._pack = msgpack.packb
         self._topic = as_text(topic, "topic").encode()
         rank = data_parallel_rank
-        # What cannot be packed would end the thread with the first event.
+        # A rank that cannot be packed would end the thread at the first event.
         self._rank = None if rank is None else as_int(rank, "data_parallel_rank", 0, 2**31 - 1)
         self._waiting: deque[CacheEvent] = deque(maxlen=MAX_WAITING)
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=MAX_REPLAY)
         self._next = 0
-        self._has_gap = False  # whether events were forgotten since the last message
+        self._has_gap = False  # whether events were dropped since the last message
         self._pid = os.getpid()
         self._wake = threading.Event()
         self._closed = False
@@ -136,13 +136,13 @@ class EventPublisher(Closing):
             self._thread = threading.Thread(target=self._work, name="pykvcache-events", daemon=True)
             self._thread.start()
         except BaseException:
-            self._context.destroy(0)  # no address stays bound
+            self._context.destroy(0)  # unbinds all addresses
             raise
         self._stop = cache.events.subscribe(self._note)
 
     @property
     def endpoint(self) -> str:
-        """The address that is bound, with its port."""
+        """The bound address, with its port."""
         return self._bound[0]
 
     @property
@@ -164,8 +164,8 @@ class EventPublisher(Closing):
         return socket
 
     def _note(self, event: CacheEvent) -> None:
-        if os.getpid() == self._pid:  # a forked child has no thread
-            # The oldest one goes: as with messages without a subscriber, a gap tells.
+        if os.getpid() == self._pid:  # after os.fork() the child lacks the thread
+            # A full queue drops its oldest event; subscribers see a gap.
             self._has_gap = self._has_gap or len(self._waiting) == self._waiting.maxlen
             self._waiting.append(event)
             self._wake.set()
@@ -178,11 +178,11 @@ class EventPublisher(Closing):
 
     def _serve(self) -> None:
         while True:
-            # The replay socket is looked at now and then: it is for who has missed something.
+            # The replay socket is polled: only subscribers that missed messages use it.
             self._wake.wait(None if self._replay is None else 0.05)
             self._wake.clear()
             events: list[dict[str, Any]] = []
-            has_gap, self._has_gap = self._has_gap, False  # before what is taken out now
+            has_gap, self._has_gap = self._has_gap, False  # a gap before the events taken now
             while self._waiting and len(events) < 1000:
                 events.append(as_map(self._waiting.popleft()))
             if self._waiting:
@@ -200,7 +200,7 @@ class EventPublisher(Closing):
         number, self._next = self._next, self._next + 1
         self._sent.append((number, payload))
         frames = [self._topic, number.to_bytes(8, "big"), payload]
-        with contextlib.suppress(self._zmq.ZMQError):  # the gap tells
+        with contextlib.suppress(self._zmq.ZMQError):  # subscribers see a gap
             self._publish.send_multipart(frames, self._zmq.NOBLOCK)
 
     def _answer(self) -> None:
@@ -218,7 +218,7 @@ class EventPublisher(Closing):
             return
 
     def close(self) -> None:
-        """Send what waits, and give the addresses back; twice does nothing."""
+        """Send the queued events and release the addresses. Idempotent."""
         if os.getpid() == self._pid:
             self._stop()
             self._closed = True

@@ -18,34 +18,34 @@ if TYPE_CHECKING:
 __all__ = ["CacheCollector"]
 
 _GAUGES = {
-    "ram_bytes": "Bytes that the cache keeps in memory, its accounts included",
+    "ram_bytes": "Bytes used in RAM, including bookkeeping",
     "max_ram_bytes": "The budget of ram_bytes",
-    "ram_blocks": "Blocks in memory",
-    "ram_checkpoints": "Recurrent states in memory",
+    "ram_blocks": "Blocks in RAM",
+    "ram_checkpoints": "Recurrent states in RAM",
 }
 _COUNTERS = {
-    "requests": "Sequences that were asked for",
-    "hits": "Sequences that began with tokens that were known",
-    "stored": "Blocks that came into memory",
-    "removed": "Blocks that left memory",
+    "requests": "Requested sequences",
+    "hits": "Sequences that reused at least one token",
+    "stored": "Blocks stored in RAM",
+    "removed": "Blocks removed from RAM",
 }
 _SOURCES = ("live", "ram", "disk", "remote", "evaluated")
 
 
 class CacheCollector:
-    """What `PrefixCache.stats` says, whenever Prometheus asks.
+    """A Prometheus collector of `PrefixCache.stats`.
 
     ``pykvcache_requests_total``, ``_hits_total``, ``_stored_total``, ``_removed_total``,
     ``_prompt_tokens_total`` by ``source`` (live, ram, disk, remote, evaluated), and the gauges
     ``pykvcache_ram_bytes``, ``_max_ram_bytes``, ``_ram_blocks`` and ``_ram_checkpoints``.
-    Registering a collector does not keep the cache alive; a cache that is closed has no metrics.
+    A collector does not keep its caches alive; a closed cache has no metrics.
 
     Parameters
     ----------
     cache
-        Whose.
+        The cache to export.
     name
-        The label ``cache`` of all of them, to tell several caches of one process apart.
+        The label ``cache`` of its metrics, to distinguish several caches of one process.
 
     Raises
     ------
@@ -78,14 +78,14 @@ class CacheCollector:
         self.add(cache, name)
 
     def add(self, cache: PrefixCache, name: str) -> None:
-        """Give the figures of another cache, too: a registry takes one such collector.
+        """Also export another cache: a registry accepts only one `CacheCollector`.
 
         Parameters
         ----------
         cache
-            Whose.
+            The cache to export.
         name
-            Its label; one that no open cache here has.
+            Its label, different from those of the other open caches.
 
         Raises
         ------
@@ -97,15 +97,15 @@ class CacheCollector:
         known = self._caches.get(as_text(name, "name"))
         if known is not None and known.stats() is not None:
             raise ArgumentError(f"name {shown(name)} is that of another cache", "name", name)
-        # Replaced as a whole: another thread may be collecting.
+        # The dict is replaced, not changed: another thread may be collecting.
         self._caches = {**self._caches, name: _Source(cache)}
 
     def describe(self) -> list[Metric]:
-        """Return the metrics without figures: a registry refuses a second collector of the same."""
+        """Return the metrics without samples, by which a registry detects a second collector."""
         return list(self._metrics([]))
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics; nothing of a cache that is closed or gone."""
+        """Yield the metrics of the open caches."""
         found = [(name, one, one.stats()) for name, one in self._caches.items()]
         if some := [(name, one, stats) for name, one, stats in found if stats is not None]:
             yield from self._metrics(some)
@@ -132,19 +132,19 @@ class CacheCollector:
 
 
 class _Source:
-    """A cache, and the highest counts that were given of it."""
+    """A cache, and the highest counts exported so far."""
 
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = weakref.ref(cache)
         self._highest: dict[str, int] = {}
 
     def stats(self) -> CacheStats | None:
-        """Return its figures; None once it is closed or gone."""
+        """Return its statistics; None once it is closed or gone."""
         cache = self._cache()
         return None if cache is None or cache.is_closed else cache.stats()
 
     def counted(self, stats: CacheStats, field: str) -> int:
-        """Return a count that never falls: a waiting sequence may get tokens elsewhere later."""
+        """Return a count that never decreases, although waiting sequences may be counted anew."""
         value: int = max(self._highest.get(field, 0), getattr(stats, field))
         self._highest[field] = value
         return value

@@ -1,4 +1,4 @@
-"""Names of blocks: a hash chain over everything that a block's keys and values depend on."""
+"""Block hashes, called names here: a hash chain over all that a block's values depend on."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ __all__ = [
     "window_key",
 ]
 
-#: Bytes of a token: tokens are little-endian 32-bit integers in a row.
+#: Bytes of a token: token strings are consecutive little-endian 32-bit integers.
 TOKEN_SIZE: Final = 4
 
 _FORMAT = b"pykvcache.block.1"
 
 
-#: Returns the name that the blocks of a namespace begin with.
+#: Returns the hash of a space's root, from which the chain of its blocks starts.
 NameRoot: TypeAlias = Callable[[str], bytes]
 
 
@@ -44,29 +44,28 @@ def root_name(
     namespace: str = "",
     adapters: bytes = b"",
 ) -> bytes:
-    """Return the name that a chain of blocks begins with.
+    """Return the hash from which a chain of blocks starts.
 
-    Blocks share memory only if they share a name, and so a root: another model, rotation of keys,
-    layout of memory, block size, namespace or set of adapters has other names for the same tokens.
+    Blocks with equal hashes are interchangeable. So a different model, key rotation, memory layout,
+    block size, namespace or set of adapters gives different hashes for the same tokens.
 
     Parameters
     ----------
     model, rope, layout
-        SHA-256 digests, 32 bytes each: of the model (`LlamaModel.fingerprint`), of the rotation of
-        every layer, and of the layout of a block's bytes.
+        SHA-256 digests, 32 bytes each: of the model (`LlamaModel.fingerprint`), of every layer's
+        RoPE settings, and of the layout of a block's bytes.
     block_size
         Tokens per block.
     namespace
-        Whose blocks they are: any text.
+        Namespace of the blocks: any text.
     adapters
-        Digest of what else changes keys and values, as adapters and control vectors do; empty
-        where nothing does.
+        Digest of the adapters and control vectors in use; empty if there are none.
 
     Returns
     -------
     bytes
         ``SHA256("pykvcache.block.1" | model | rope | layout | block_size | len(salt) | salt |
-        adapters)``: numbers are little-endian, 4 bytes the block size and 8 the length; the salt
+        adapters)``. Numbers are little-endian: the block size takes 4 bytes, the length 8. The salt
         is the namespace in UTF-8.
     """
     salt = namespace.encode("utf-8", "surrogatepass")
@@ -75,9 +74,9 @@ def root_name(
 
 
 def block_names(parent: bytes, tokens: bytes, block_bytes: int) -> list[bytes]:
-    """Return the names of full blocks in a row: SHA-256 of the name before, and the tokens.
+    """Return the hashes of consecutive full blocks: SHA-256 of the hash before, and the tokens.
 
-    ``parent`` is the name of the block before the first, or of the root.
+    ``parent`` is the hash of the block before the first, or of the root.
     """
     view = memoryview(tokens)
     sha256 = hashlib.sha256
@@ -89,7 +88,7 @@ def block_names(parent: bytes, tokens: bytes, block_bytes: int) -> list[bytes]:
 
 
 class NamedPrompt:
-    """The tokens of a prompt, as bytes, and the names of its full blocks."""
+    """The tokens of a prompt, as bytes, and the hashes of its full blocks (``names``)."""
 
     def __init__(self, root: bytes, tokens: bytes, block_size: int, namespace: str = "") -> None:
         self.root, self.tokens = root, tokens
@@ -104,7 +103,7 @@ class NamedPrompt:
         return self.tokens[begin * TOKEN_SIZE : end * TOKEN_SIZE]
 
     def end_key(self, n: int) -> bytes:
-        """Return the key of what a memory holds after n tokens, at least a block of them."""
+        """Return the key of the tail record after n tokens; n must be at least the block size."""
         at = n // self.block_size
         return end_key(self.names[at - 1], self.text(at * self.block_size, n))
 
@@ -115,17 +114,17 @@ def window_key(name: bytes) -> bytes:
 
 
 def end_key(name: bytes, tokens: bytes) -> bytes:
-    """Return the key of what a memory holds some tokens after the block of that name."""
+    """Return the key of the tail record that ends some tokens after the block of that hash."""
     return hashlib.sha256(b"pykvcache.end.1" + name + tokens).digest()
 
 
 def is_on_path(tokens: bytes, other: bytes) -> bool:
-    """Return whether tokens go on from others, or others from them."""
+    """Return whether one of two token strings is a prefix of the other."""
     return tokens.startswith(other) or other.startswith(tokens)
 
 
 def common_tokens(text: bytes, tokens: bytes, at: int = 0) -> int:
-    """Return how many leading tokens of a text stand in some tokens from byte ``at`` on."""
+    """Return the length of the common prefix of ``text`` and ``tokens[at:]``, in tokens."""
     n = min(len(text), len(tokens) - at) // TOKEN_SIZE
     if n <= 0:
         return 0
@@ -136,21 +135,21 @@ def common_tokens(text: bytes, tokens: bytes, at: int = 0) -> int:
     return first if differs[first] else n
 
 
-# Spaces: a namespace, under the adapters that a context computes with.
+# A space is a namespace with a set of adapters: the key under which a cache keeps tokens.
 
 _MARK, _SIZE = "\0", 64
 _NO_ADAPTERS = "-" * _SIZE
 
 
 def adapters_digest(names: Sequence[str]) -> bytes:
-    """Return the digest of adapters with their scales; empty where there are none."""
+    """Return the digest of adapters with their scales; empty if there are none."""
     return hashlib.sha256("\n".join(names).encode()).digest() if names else b""
 
 
 def space_of(namespace: str, adapters: bytes = b"") -> str:
-    """Return what keys and values of a namespace under some adapters are kept under.
+    """Return the space of a namespace: the key under which the tree keeps its tokens.
 
-    Without adapters the namespace itself, unless it looks like a space with some.
+    Without adapters it is the namespace itself, unless that looks like a space with adapters.
     """
     if adapters:
         return f"{_MARK}{adapters.hex()}{namespace}"

@@ -1,4 +1,4 @@
-"""What the tree finds of a prompt, and what it is offered: Match, Resume, Hold, Offer, Plan."""
+"""Arguments and results of the tree: Match, Resume, Hold, Offer, Plan."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ from pykvcache.prefix.node import NO_STATE, Component, EndState, Kind, Node
 
 __all__ = ["Chunk", "Hold", "Match", "Offer", "Plan", "Resume"]
 
-#: Cells, how many tokens they are of, and how many of these count.
+#: Cells of a chunk, its number of tokens, and how many of them are used.
 Chunk = tuple[Any, int, int]
 
 
 @dataclass(slots=True)
 class Match:
-    """The longest known beginning of some tokens: n tokens, and the node that they end in.
-
-    The node is the root where nothing is known.
-    """
+    """The longest cached prefix: its number of tokens, and the node (or root) where it ends."""
 
     node: Node
     n: int
@@ -31,11 +28,11 @@ class Match:
         return self.n == self.node.end
 
     def nodes(self) -> list[Node]:
-        """Return the nodes on the way, the first first."""
+        """Return the nodes of its path, from the root down."""
         return self.node.path()[::-1]
 
     def next_token(self) -> int | None:
-        """Return a token that follows it in the tree, the most recent one; None at an end."""
+        """Return the most recently used token after it in the tree; None at a leaf's end."""
         node, at = self.node, (self.n - self.node.start) * TOKEN_SIZE
         if self.n == node.end:
             latest, at = -1, 0
@@ -47,7 +44,7 @@ class Match:
         return int.from_bytes(node.tokens[at : at + TOKEN_SIZE], "little")
 
     def windows(self) -> list[Range]:
-        """Return the tokens whose window cells are there."""
+        """Return the ranges of tokens whose window cells are cached."""
         found: list[Range] = []
         for node in self.nodes():
             if node.window is not None and node.window.start < self.n:
@@ -55,7 +52,7 @@ class Match:
         return found
 
     def states(self) -> list[int]:
-        """Return after how many tokens a state is there, the first first."""
+        """Return the numbers of tokens after which a state is cached, ascending."""
         return [
             node.end
             for node in self.nodes()
@@ -63,7 +60,7 @@ class Match:
         ]
 
     def end_at(self, n: int) -> EndState:
-        """Return the state and logits after n tokens, where they are known."""
+        """Return the state and logits after n tokens, if cached."""
         for node in self.node.path():
             if node.end == n <= self.n and node.state is not None:
                 end: EndState = node.state.chunks[0]
@@ -71,7 +68,7 @@ class Match:
         return NO_STATE
 
     def chunks(self, kind: Kind, begin: int, end: int) -> tuple[int, list[Chunk]]:
-        """Return where the first chunk begins, and the cells of the tokens of ``[begin, end)``.
+        """Return the begin of the first chunk, and the chunks with the tokens of ``[begin, end)``.
 
         The chunks are as `set_blocks` takes them; the first begins at ``begin`` or before it.
         """
@@ -91,14 +88,14 @@ class Match:
 
 @dataclass(slots=True)
 class Resume:
-    """Where a prompt can go on from a match: after n tokens.
+    """A point where a prompt can resume: after n tokens.
 
     Attributes
     ----------
     window_first
-        First token whose window cells are used; ``n`` where the memory has no window.
+        First token whose window cells are used; ``n`` if the memory has no window.
     state
-        The state that is used; None where none is needed.
+        The state that is used; None if none is needed.
     """
 
     n: int
@@ -108,14 +105,14 @@ class Resume:
 
 @dataclass(slots=True)
 class Hold:
-    """What a sequence or a pin keeps in the tree, until it is released.
+    """The components that a sequence or a pin protects from eviction, until it is released.
 
     Attributes
     ----------
     node
-        The node that it ends in: its attention cells, and so all those before them, are kept.
+        The last node whose attention cells are held, and so those of all its ancestors.
     window_first
-        First token whose window cells are kept; the end of the node where none are.
+        First token whose window cells are held; the end of the node if none are.
     """
 
     node: Node
@@ -125,19 +122,19 @@ class Hold:
 
 @dataclass
 class Offer:
-    """What a closing sequence can give for its first n tokens, whose attention cells can be read.
+    """What a closing sequence can store for its first n tokens, whose attention cells it has.
 
     Attributes
     ----------
     windows
-        Tokens whose window cells can be read.
+        Ranges of tokens whose window cells can be read.
     states
-        States by the number of tokens that they are after.
+        States by number of tokens.
     ends
-        Numbers of tokens that prompts are likely to go on from, before the last: the prompt's end,
-        boundaries of messages. Their windows and states are kept before spare ones.
+        Positions below n where prompts are likely to resume: the prompt's end and message
+        boundaries. Their windows and states are not speculative.
     priority
-        Of the sequence: lower ones leave first.
+        The sequence's priority; lower ones are evicted first.
     """
 
     n: int
@@ -149,10 +146,10 @@ class Offer:
 
 @dataclass
 class Plan(Offer):
-    """What of an offer is to be inserted: the windows and states that are missing and can fit.
+    """The part of an offer to insert: the windows and states that are missing and fit.
 
-    ``slack`` tokens before its windows are kept with them. Other prompts go on differently after
-    ``parting`` tokens; 0 where that is not known.
+    ``slack`` tokens before its windows are kept with them. Other prompts diverge after ``parting``
+    tokens (0 if unknown).
     """
 
     slack: int = 0

@@ -1,14 +1,14 @@
-"""Nodes of the prefix tree, and what each of them can hold.
+"""Nodes of the prefix tree, and their components.
 
-A node is a run of tokens that continues its parent's. It holds up to three components, each of
-them counted, used and evicted by itself::
+A node is a run of tokens that continues its parent's. It holds up to three components, each
+counted, used and evicted on its own::
 
     attention   cells of layers without a window, for all tokens of the node
     window      cells of layers with a window, for the last tokens of the node
     state       the recurrent state and the logits after the node's last token
 
-Cells lie in chunks. A chunk ends at a multiple of the block size or where its node ends, so that
-whole blocks can be evicted, written to tiers and put back without being copied together.
+Cells are stored in chunks. A chunk ends at a multiple of the block size or at its node's end, so
+that whole blocks are evicted, written to tiers and restored without being joined.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ __all__ = [
 
 
 class Kind(IntEnum):
-    """Which part of a memory a component holds."""
+    """The kinds of components."""
 
     ATTENTION = 0
     WINDOW = 1
     STATE = 2
 
 
-#: Splits the cells of a chunk of n tokens at one of them: (kind, cells, n, at) -> two chunks.
+#: Splits a chunk of n tokens at token ``at``: (kind, cells, n, at) -> two chunks.
 Split = Callable[[Kind, Any, int, int], tuple[Any, Any]]
 
 
@@ -57,21 +57,21 @@ def _halves(kind: Kind, cells: Any, n: int, at: int) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class MemoryShape:
-    """What a tree needs to know of the memory whose cells it keeps.
+    """The properties of a memory that its tree depends on.
 
     Attributes
     ----------
     attention_bytes, window_bytes
-        Bytes of one token's cells in layers without and with a window; 0 where there are none.
+        Bytes of one token's cells in layers without and with a window; 0 without such layers.
     window_start
-        Returns the first position whose window cells are needed to go on after n tokens. None
-        where the memory has no window.
+        Returns the first position whose window cells are needed to resume after n tokens. None
+        if the memory has no window.
     slack
-        Tokens before a window that are kept with it, so that a prompt may part a little earlier.
+        Extra window cells before a window, for prompts that diverge a little earlier.
     needs_state
-        Whether the memory can go on only where a state was taken.
+        Whether a sequence can resume only where a state was saved.
     node_bytes, chunk_bytes
-        Overhead of a node or component, and of a chunk; 0 where cells alone are counted.
+        Overhead of a node or component, and of a chunk; 0 if only cells are counted.
     """
 
     block_size: int
@@ -86,30 +86,27 @@ class MemoryShape:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether attention cells alone let a prompt go on, anywhere."""
+        """Whether a prompt can resume anywhere, with attention cells alone."""
         return self.window_start is None and not self.needs_state
 
     @cached_property
     def weight(self) -> float:
-        """Tokens that a byte of cells saves, those of windows and of attention together."""
+        """Tokens saved per byte, counting attention and window cells together."""
         each = self.attention_bytes + self.window_bytes
         return 1 / each if each else 1e300
 
     def deepest(self, limit: int, windows: Iterable[Range], states: Iterable[int]) -> int:
-        """Return the most tokens, up to a limit, after which the memory can go on.
+        """Return the last point, up to a limit, where a sequence can resume.
 
-        ``limit`` tokens have their attention cells, ``windows`` are the tokens with window cells,
-        and ``states`` tells after how many tokens a state is there.
+        The first ``limit`` tokens have attention cells, ``windows`` are the tokens with window
+        cells, and ``states`` the numbers of tokens after which a state is saved.
         """
         return deepest(
             limit, windows, states, window_start=self.window_start, needs_state=self.needs_state
         )
 
     def window_begin(self, end: int, slack: int = 0) -> int:
-        """Return the first token whose window cells are kept to go on after some tokens.
-
-        Without a window that is their end: none are.
-        """
+        """Return the first token whose window cells are needed to resume; ``end`` if none are."""
         return end if self.window_start is None else max(0, self.window_start(end) - slack)
 
     def floor(self, position: int) -> int:
@@ -123,14 +120,14 @@ class MemoryShape:
 
 @dataclass(frozen=True, eq=False)
 class EndState:
-    """What a memory holds after the last token of a node in addition to cells, or None.
+    """The state and the logits after the last token of a node.
 
     Attributes
     ----------
     state
-        The recurrent state.
+        The recurrent state, or None.
     row
-        The logits after the token.
+        The logits after the token, or None.
     """
 
     state: Any = None
@@ -138,7 +135,7 @@ class EndState:
 
     @property
     def has_state(self) -> bool:
-        """Whether a recurrent memory can go on from it."""
+        """Whether a recurrent memory can resume from it."""
         return self.state is not None
 
     @property
@@ -147,18 +144,18 @@ class EndState:
         return sum(one.nbytes for one in (self.state, self.row) if one is not None)
 
     def adds_to(self, other: EndState) -> bool:
-        """Return whether it has something that another one has not."""
+        """Return whether it has a state or logits that another one lacks."""
         return (other.state is None and self.has_state) or (
             other.row is None and self.row is not None
         )
 
     def with_all_of(self, other: EndState) -> EndState:
-        """Return what either has; of both that of the other one."""
+        """Return the union of both; where both have a value, the other's wins."""
         state = self.state if other.state is None else other.state
         return EndState(state, self.row if other.row is None else other.row)
 
 
-#: Where neither is known.
+#: Neither a state nor logits.
 NO_STATE = EndState()
 
 
@@ -172,30 +169,30 @@ def cut(begin: int, end: int, block_size: int) -> list[int]:
 
 
 class Component:
-    """One component of a node: what a policy ranks, and what leaves by itself.
+    """One component of a node: the unit that policies rank, evicted on its own.
 
-    The tree makes and changes components; policies read them and keep what they need in `notes`
+    The tree creates and changes components; policies read them and store their own data in `notes`
     and `stamp`.
 
     Attributes
     ----------
     chunks : list
-        Cells of each chunk, or the one `EndState`; None where they are still to be read.
+        Cells of each chunk, or the one `EndState`; None for cells still to be read.
     sizes : list of int
         Tokens of each chunk; empty for a state.
     start : int
-        Tokens of the path before its first one; of a state those before it.
+        Number of tokens on the path before its first token (for a state: before the state).
     uses, created, last_use : int
-        How often prompts used it; when it was made and last used, on the tree's clock.
+        How often prompts used it; when it was created and last used, on the tree's clock.
     priority : int
-        The highest that a sequence gave it: lower ones leave first.
+        The highest priority that a sequence gave it; lower priorities are evicted first.
     weight : float
-        Tokens that a byte of it saves.
+        Tokens saved per byte.
     held : int
-        Number of sequences and pins that keep it.
+        Number of sequences and pins that hold it.
     is_spare : bool
-        Whether no prompt has used or ended with it yet: window cells in the middle of prompts,
-        states that were taken just in case. Spare components leave first.
+        Whether it was saved speculatively: window cells in the middle of a prompt, or a state that
+        no prompt has ended at or resumed from yet. Such components are evicted first.
     """
 
     __slots__ = (
@@ -237,7 +234,7 @@ class Component:
 
     @property
     def end(self) -> int:
-        """Tokens of the path up to its end."""
+        """Number of tokens on the path up to its end."""
         return self.node.end
 
     @property
@@ -248,7 +245,7 @@ class Component:
 
     @property
     def n_missing(self) -> int:
-        """How many of its chunks are still to be read: the first ones."""
+        """Number of its first chunks that are still to be read."""
         n = 0
         while n < len(self.chunks) and self.chunks[n] is None:
             n += 1
@@ -256,7 +253,7 @@ class Component:
 
     @property
     def is_evictable(self) -> bool:
-        """Whether it may leave now: nothing holds it or needs its tokens."""
+        """Whether it may be evicted now: nothing holds it or needs its tokens."""
         node = self.node
         if self.held or node.parent is None:
             return False
@@ -265,9 +262,9 @@ class Component:
         return node.attention is self and not node.children
 
     def chunk_key(self, n_kept: int = 0) -> int:
-        """Return a 32-bit number of the path up to the end of the chunk that follows some tokens.
+        """Return a 32-bit checksum of the path up to the chunk after ``n_kept`` own tokens.
 
-        For what policies remember of components that left. Two paths may have the same one.
+        Policies use it as the key of evicted components. Two paths may have the same one.
         """
         end = self.start
         for size in self.sizes:
@@ -278,26 +275,26 @@ class Component:
 
 
 class Node:
-    """A run of tokens of one path of the tree.
+    """A run of tokens of the tree.
 
     Attributes
     ----------
     parent : Node or None
-        What comes before; None for a root, and for a node that has left the tree.
+        The node before it; None for a root, and for a node that was removed from the tree.
     children : dict of bytes to Node
-        What follows, by its first token.
+        Its children, by their first token.
     tokens : bytes
         Its tokens, as little-endian 32-bit integers.
     start, end : int
-        Tokens of the path before its first one, and up to its last one.
+        Number of tokens on the path before its first token, and up to its last one.
     attention : Component
-        Its attention cells, which the tree gives it; a root has none.
+        Its attention cells, set by the tree; a root has none.
     window, state : Component or None
-        What else it holds.
+        Its other components.
     namespace : str or None
-        Of a root: whose paths begin here.
+        The space of a root; None for other nodes.
     is_parting : bool
-        Whether prompts have gone on from its end in different ways.
+        Whether prompts have diverged at its end.
     """
 
     __slots__ = (
@@ -325,7 +322,7 @@ class Node:
         self.state: Component | None = None
         self.namespace: str | None = None
         self.is_parting = False
-        self._key = key  # of the path before it
+        self._key = key  # checksum of the path before it
         self._names: list[bytes] | None = None
 
     def __repr__(self) -> str:
@@ -333,30 +330,30 @@ class Node:
 
     @property
     def n_tokens(self) -> int:
-        """How many tokens it has."""
+        """Number of its tokens."""
         return self.end - self.start
 
     @property
     def is_root(self) -> bool:
-        """Whether paths begin here; a node that has left the tree is none."""
+        """Whether it is a root; a node that was removed from the tree is not."""
         return self.namespace is not None
 
     @property
     def root(self) -> Node:
-        """Where its path begins."""
+        """The root of its path."""
         node = self
         while node.parent is not None:
             node = node.parent
         return node
 
     def components(self) -> Iterator[Component]:
-        """Yield what it holds."""
+        """Yield its components."""
         for one in (self.attention, self.window, self.state):
             if one is not None:
                 yield one
 
     def path(self) -> list[Node]:
-        """Return this node and those before it, the last first, without the root."""
+        """Return this node and its ancestors, deepest first, without the root."""
         found, node = list[Node](), self
         while node.parent is not None:
             found.append(node)
@@ -364,7 +361,7 @@ class Node:
         return found
 
     def below(self) -> Iterator[Node]:
-        """Yield the nodes that follow, each before those that follow it."""
+        """Yield its descendants, parents first."""
         waiting = list(self.children.values())
         while waiting:
             node = waiting.pop()
@@ -372,15 +369,15 @@ class Node:
             waiting.extend(node.children.values())
 
     def key_at(self, end: int) -> int:
-        """Return a 32-bit number of the path up to one of its tokens."""
+        """Return a 32-bit checksum of the path up to token ``end``."""
         return zlib.crc32(self.tokens[: (end - self.start) * TOKEN_SIZE], self._key)
 
-    # Names of blocks ----------------------------------------------------------------------------
+    # Block hashes (names) -----------------------------------------------------------------------
 
     def names(self, block_size: int) -> list[bytes]:
-        """Return the names of the blocks that end in this node; a root has the one it gives on.
+        """Return the hashes of the blocks that end in this node, computed at the first call.
 
-        They are computed when they are first asked for.
+        A root returns one hash, from which the chain starts.
         """
         unnamed, node = [], self
         while node._names is None:
@@ -396,7 +393,7 @@ class Node:
         return self._names
 
     def last_name(self, block_size: int) -> bytes:
-        """Return the name of the last block that ends in this node or before it."""
+        """Return the hash of the last block that ends in this node or before it."""
         node = self
         while not (names := node.names(block_size)):
             assert node.parent is not None
@@ -404,7 +401,7 @@ class Node:
         return names[-1]
 
     def name_at(self, n_blocks: int, block_size: int) -> bytes:
-        """Return the name of a block of the path by their number; of none that of the root."""
+        """Return the hash of the path's block number ``n_blocks`` (from 1), or the root's for 0."""
         node = self
         while node.parent is not None and node.start // block_size >= n_blocks:
             node = node.parent
@@ -412,7 +409,7 @@ class Node:
         return names[n_blocks - node.start // block_size - 1] if node.parent else names[0]
 
     def text_from(self, begin: int) -> bytes:
-        """Return the tokens of the path from a position at or before its start, to its end."""
+        """Return the tokens of the path from ``begin``, at most its start, to its end."""
         parts, node = [self.tokens], self
         while node.start > begin:
             assert node.parent is not None
@@ -421,13 +418,13 @@ class Node:
         return b"".join(reversed(parts))
 
     def n_blocks(self, block_size: int) -> int:
-        """Return how many blocks end in this node."""
+        """Return the number of blocks that end in this node."""
         return self.end // block_size - self.start // block_size
 
-    # Changes, which the tree makes --------------------------------------------------------------
+    # Changes by the tree ------------------------------------------------------------------------
 
     def split(self, n_tokens: int, block_size: int) -> Node:
-        """Put a new node of the first tokens before this one, which keeps the components."""
+        """Insert a new node of the first tokens before this one, which keeps the components."""
         size = n_tokens * TOKEN_SIZE
         head = Node(self.parent, self.tokens[:size], self.start, self._key)
         assert self.parent is not None
@@ -441,7 +438,7 @@ class Node:
         return head
 
     def shorten(self, n_tokens: int, block_size: int) -> list[bytes]:
-        """Keep the first tokens; return the names of the blocks that end beyond, where known."""
+        """Keep the first tokens; return the hashes of the removed blocks, if computed."""
         self.tokens = self.tokens[: n_tokens * TOKEN_SIZE]
         self.end = self.start + n_tokens
         if self._names is None:
@@ -452,25 +449,25 @@ class Node:
 
 
 def new_root(namespace: str, name: bytes | None) -> Node:
-    """Return where the paths of a namespace begin; without a name its blocks have none."""
+    """Return a new root; without a name its blocks have no hashes."""
     root = Node(None, b"", 0, zlib.crc32(namespace.encode("utf-8", "surrogatepass")))
     root.namespace = namespace
     root._names = None if name is None else [name]
     return root
 
 
-# Which window cells are of use: those of complete windows.
+# Only complete windows are of use.
 
 
 def is_resumable(shape: MemoryShape, node: Node) -> bool:
-    """Return whether a prompt can go on from the end of a node."""
-    return _goes_on(shape, node, _reach(shape, node))
+    """Return whether a prompt can resume at the end of a node."""
+    return _resumes(shape, node, _reach(shape, node))
 
 
 def incomplete(shape: MemoryShape, top: Node) -> list[Node]:
-    """Return the nodes, from one on, whose window cells are in no complete window; last first.
+    """Return the nodes from ``top`` down with cells in no complete window, deepest first.
 
-    A node whose window is not complete may still hold the beginning of one that follows.
+    A node without a complete window may still hold the beginning of a child's.
     """
     before = math.inf if top.parent is None or top.parent.is_root else _reach(shape, top.parent)
     waiting, found, connected = [(top, before)], list[Node](), set[Node]()
@@ -480,8 +477,8 @@ def incomplete(shape: MemoryShape, top: Node) -> list[Node]:
         n = 0 if one is None else one.n_tokens
         is_full = one is not None and n == node.n_tokens
         reach = reach + n if is_full else n
-        if _goes_on(shape, node, reach):
-            # So can whatever follows it.
+        if _resumes(shape, node, reach):
+            # So do the nodes after it.
             connected |= {node} if is_full else set()
             continue
         found.append(node)
@@ -496,15 +493,15 @@ def incomplete(shape: MemoryShape, top: Node) -> list[Node]:
     return useless
 
 
-def _goes_on(shape: MemoryShape, node: Node, reach: float) -> bool:
-    """Return whether a prompt can go on from a node before whose end so many window cells are."""
+def _resumes(shape: MemoryShape, node: Node, reach: float) -> bool:
+    """Return whether a prompt can resume at a node's end, with ``reach`` window cells before it."""
     if shape.needs_state and (node.state is None or not node.state.chunks[0].has_state):
         return False
     return shape.window_start is None or node.end - shape.window_start(node.end) <= reach
 
 
 def _reach(shape: MemoryShape, node: Node) -> float:
-    """Return how many tokens up to the end of a node have window cells without a gap."""
+    """Return the number of consecutive tokens before a node's end that have window cells."""
     start, end, n = shape.window_start, node.end, 0
     for each in node.path():
         one = each.window

@@ -1,4 +1,4 @@
-"""The prefix tree: which tokens are known, with which cells, and what leaves when room is short."""
+"""The radix tree of the RAM cache: cached tokens, their components, and eviction."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ __all__ = ["PrefixTree"]
 
 
 class PrefixTree:
-    """A radix tree over tokens that keeps to a budget in bytes.
+    """A radix tree over tokens, within a budget in bytes.
 
-    `match` and `plan` change nothing. `use`, `insert`, `hold`, `release`, `fit`, `forget` and
-    `clear` do; what was released leaves with the next `fit`. The names of blocks that left are in
-    `removed` until the cache takes them. Not safe for several threads: the cache has the lock.
+    `match`, `resume` and `plan` change nothing. Released components may be evicted by the next
+    `fit`. The hashes (names) of removed blocks are in `removed` until the cache takes them. Not
+    thread-safe: the cache has a lock.
 
-    A component leaves with everything that is useless without it, and never before what needs it:
-    attention cells leave from the ends of the tree, windows that are no longer complete leave
-    whole, and tokens that no prompt can go on from leave with the last window or state after them.
+    Evicting a component also removes what is useless without it, and never precedes what needs it:
+    attention cells are evicted from the leaves, incomplete windows are removed entirely, and tokens
+    after which no prompt can resume are removed with the last window or state after them.
 
-    ``max_bytes`` bounds all components and nodes, and what the policy notes. Without a ``root``
-    blocks have no names.
+    ``max_bytes`` bounds all components, nodes and the policy's bookkeeping. Without a ``root``
+    blocks have no hashes.
     """
 
     def __init__(
@@ -53,27 +53,27 @@ class PrefixTree:
         self.clock = 0
         self.n_bytes = self.n_blocks = 0
         self.n_states = 0  # recurrent ones
-        self.evicted_bytes = 0  # since the cache set it back
+        self.evicted_bytes = 0  # since the cache reset it
         self.removed: list[bytes] = []
         self._root_name = root
         self._roots: dict[str, Node] = {}
         self._spare: OrderedDict[Component, None] = OrderedDict()
         self._is_ours = isinstance(policy, str)
         self.policy = make_policy(policy)
-        #: Lowering it evicts with the next change. Held nodes stay, even above the budget.
+        #: If lowered, the next change evicts. Held nodes stay, even above the budget.
         self.max_bytes = max_bytes
         self.policy.max_notes = max_bytes // 16 if shape.node_bytes else None
         self.policy.resize(max_bytes)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of components and nodes, and of what the policy notes where overhead counts."""
+        """Bytes of components and nodes, and of the policy's bookkeeping if overhead counts."""
         return self.n_bytes + (self.policy.n_bytes if self.shape.node_bytes else 0)
 
     # Looking up ---------------------------------------------------------------------------------
 
     def match(self, tokens: bytes, namespace: str = "") -> Match:
-        """Return the longest known beginning of a namespace's tokens; changes nothing."""
+        """Return the longest cached prefix of some tokens; changes nothing."""
         node, at = self._roots.get(namespace) or self._new_root(namespace), 0
         while (child := node.children.get(tokens[at : at + TOKEN_SIZE])) is not None:
             text = child.tokens
@@ -84,7 +84,7 @@ class PrefixTree:
         return Match(node, node.end)
 
     def resume(self, match: Match, limit: int) -> Resume:
-        """Return where a prompt can go on, after at most so many tokens; changes nothing."""
+        """Return the last point up to ``limit`` tokens where a prompt can resume."""
         shape, limit = self.shape, min(match.n, limit)
         if shape.is_plain:
             return Resume(limit, limit)
@@ -97,14 +97,14 @@ class PrefixTree:
     # Using --------------------------------------------------------------------------------------
 
     def use(self, match: Match, resume: Resume, priority: int = 0) -> None:
-        """Count a use by a prompt: of the attention cells before a place, its window, its state.
+        """Count a use of everything that `resume` needs: attention cells, a window, a state.
 
-        Nodes are split where what is used begins or ends, at whole chunks. A chunk in which the
+        Nodes are split at the chunks where the used parts begin and end. A chunk in which the
         prompt diverges is not counted; one in which it ends is.
         """
         self.clock += 1
         if match.n < match.node.end:
-            # The prompt diverges within a node, or ends there.
+            # The prompt diverges or ends within a node.
             self._split_at_chunk(match.node, match.n)
             self.policy.passed(match.node.attention)
         node = self._node_of(match.node, resume.n)
@@ -136,7 +136,7 @@ class PrefixTree:
         self.policy.used(one)
 
     def _promote(self, one: Component) -> None:
-        """Let the policy rank a component that was spare."""
+        """Hand a speculative component to the policy."""
         one.is_spare = False
         del self._spare[one]
         self.policy.added(one)
@@ -146,7 +146,7 @@ class PrefixTree:
     def _windows(self, node: Node, first: int, n: int) -> list[Component]:
         """Return the window cells of the tokens of ``[first, n)`` on the path to a node.
 
-        A node is split where they begin: what lies before them stays as it was, spare or not.
+        A node is split where they begin, so that the cells before them are not affected.
         """
         found: list[Component] = []
         for each in node.path():
@@ -163,7 +163,7 @@ class PrefixTree:
     # Splitting ----------------------------------------------------------------------------------
 
     def _split_at_chunk(self, node: Node, n: int) -> Node:
-        """Split a node at the last chunk that ends at n tokens or before; return what is before."""
+        """Split a node at the last chunk that ends at n tokens or before; return the head."""
         if n >= node.end or node.parent is None:
             return node
         return self._boundary(node, self._chunk_before(node, n))
@@ -189,13 +189,13 @@ class PrefixTree:
         return at
 
     def _boundary(self, node: Node, at: int) -> Node:
-        """Return the node that ends at a token of this one, which is split there if need be."""
+        """Return the node that ends at token ``at``; split this one there if necessary."""
         if at == node.end or node.parent is None:
             return node
         return node.parent if at == node.start else self._split(node, at)
 
     def _split(self, node: Node, at: int) -> Node:
-        """Split a node after some tokens of its path; return the new node of the first ones."""
+        """Split a node at token ``at``; return the new node in front."""
         head = node.split(at - node.start, self.shape.block_size)
         self.n_bytes += self.shape.node_bytes
         head.attention = self._split_component(node.attention, head)
@@ -206,7 +206,7 @@ class PrefixTree:
         return head
 
     def _split_component(self, tail: Component, head_node: Node) -> Component:
-        """Give the cells of the tokens of a new node to a component of it."""
+        """Move the cells of a new node's tokens to a new component of it."""
         head = Component(head_node, tail.kind, self.clock, tail.weight, tail.priority)
         head.created, head.last_use, head.uses = tail.created, tail.last_use, tail.uses
         left, n = head_node.end - tail.start, 0
@@ -237,7 +237,7 @@ class PrefixTree:
         return head
 
     def _count(self, one: Component) -> None:
-        """Count the bytes and tokens of a component as they are now."""
+        """Update the byte and token counts of a changed component."""
         shape = self.shape
         if one.kind is Kind.STATE:
             n_bytes = sum(end.nbytes for end in one.chunks)
@@ -252,12 +252,12 @@ class PrefixTree:
     # Holding ------------------------------------------------------------------------------------
 
     def hold(self, match: Match, resume: Resume) -> Hold | None:
-        """Keep what was used just now until it is released; None where that is nothing."""
+        """Hold everything that a resume point needs; return None if that is nothing."""
         node = self._node_of(match.node, resume.n)
         if node.parent is None:
             return None
         if resume.n < node.end:
-            # What follows the chunk in which it ends may be evicted.
+            # Tokens after the chunk in which it ends may be evicted.
             node = self._boundary(node, self._chunk_after(node, resume.n))
         first = node.end
         if resume.window_first < resume.n:
@@ -270,7 +270,7 @@ class PrefixTree:
         return hold
 
     def hold_again(self, hold: Hold) -> Hold | None:
-        """Return a hold on what another one keeps; None where that was cleared."""
+        """Return a second hold of the same components; None if they were cleared."""
         if hold.node.parent is None:
             return None
         for one in self._held_by(hold):
@@ -278,7 +278,7 @@ class PrefixTree:
         return Hold(hold.node, hold.window_first, hold.state)
 
     def release(self, hold: Hold, *, is_use: bool = True) -> None:
-        """Release a hold; now counts as the last use of what it kept, or does not."""
+        """Release a hold; with ``is_use`` its components count as used now."""
         released = self._held_by(hold)
         for one in released:
             one.held -= 1
@@ -296,7 +296,7 @@ class PrefixTree:
 
     @staticmethod
     def _held_by(hold: Hold) -> list[Component]:
-        """Return the components that a hold keeps; none once they were cleared."""
+        """Return the components of a hold; none if they were cleared."""
         node = hold.node
         if node.parent is None:
             return []
@@ -312,10 +312,9 @@ class PrefixTree:
     # Inserting ----------------------------------------------------------------------------------
 
     def plan(self, match: Match, offer: Offer, *, is_limited: bool = True) -> Plan | None:
-        """Return what of an offer is missing and can fit; None where that is nothing.
+        """Return the part of an offer that is missing and fits; None if there is none.
 
-        ``match`` is what is known of the offered tokens. Where the plan is not limited it need not
-        fit into the budget.
+        ``match`` is the match of the offered tokens. An unlimited plan may exceed the budget.
         """
         shape, windows, states = self.shape, offer.windows, set(offer.states)
         n = offer.n
@@ -327,11 +326,11 @@ class PrefixTree:
         ends, slack = [end for end in offer.ends if 0 < end < n], shape.slack
         parting = list[int]()
         if shape.needs_state and (at := shape.deepest(max([0, *ends]) - 1, windows, states)) > 0:
-            # The last place before the prompt's end. Other prompts can begin there, too.
+            # The last resume point before the prompt's end; other prompts can use it, too.
             parting = [at]
         elif shape.window_start is not None and (at := self._parting(match, n)) < n - slack:
             at = shape.deepest(at, windows, states)
-            # Where one window alone fits, it stands where it spares most tokens.
+            # If only one window fits, it is kept where it saves the most tokens.
             parting = [at] if 2 * at > n else []
         ends = sorted({*ends, *parting})
         budget = self.max_bytes if is_limited else math.inf
@@ -341,7 +340,7 @@ class PrefixTree:
             elif parting:
                 n, ends, parting = parting[0], [], []
             elif slack:
-                # Where prompts may part, before the end, is where it ends now.
+                # Without slack, the prefix ends `slack` tokens earlier, where prompts may diverge.
                 n, slack = shape.deepest(max(0, n - slack), windows, states), 0
             else:
                 n = shape.deepest(self._fewer(n, offer), windows, states)
@@ -357,13 +356,13 @@ class PrefixTree:
 
     @staticmethod
     def _parting(match: Match, n: int) -> int:
-        """Return after how many of n tokens other prompts went on differently; 0 if unknown."""
+        """Return where other prompts diverge from the first n tokens; 0 if unknown."""
         node = match.node
         parts = bool(node.children) or node.is_parting or not match.is_whole
         return min(n, match.n) if parts else 0
 
     def _least_bytes(self, n: int, ends: Sequence[int], slack: int, offer: Offer) -> int:
-        """Return how many bytes a prompt of n tokens takes that can go on from some ends."""
+        """Return the bytes of a prompt of n tokens with resume points at ``ends``."""
         shape = self.shape
         size = n * (shape.attention_bytes + (TOKEN_SIZE if shape.node_bytes else 0))
         size += shape.chunk_bytes * (n // shape.block_size + 1 + len(ends))
@@ -378,11 +377,11 @@ class PrefixTree:
             size += shape.chunk_bytes * (covered // shape.block_size + 1 + len(ends))
         if shape.needs_state:
             size += len(ends) * max([end.nbytes for end in offer.states.values()], default=0)
-        # The notes of the policy grow with each eviction.
+        # The policy's bookkeeping grows with each eviction.
         return size + (self.policy.n_bytes + self.max_bytes // 128 if shape.node_bytes else 0)
 
     def _fewer(self, n: int, offer: Offer) -> int:
-        """Return a number of tokens below n that may fit where n do not."""
+        """Return an estimate, below n, of how many tokens fit."""
         shape = self.shape
         excess = self._least_bytes(n, [n], 0, offer) - self.max_bytes
         each = shape.attention_bytes + shape.chunk_bytes / shape.block_size
@@ -396,7 +395,7 @@ class PrefixTree:
         shape = self.shape
         wanted = union((first, min(last, n)) for first, last in offer.windows if first < n)
         if shape.needs_state:
-            # A prompt goes on from states alone: other windows are of no use.
+            # Prompts resume at states only, so other windows are useless.
             places = [at for at in {*offer.states, *match.states()} if at <= n]
             begins = union((shape.window_begin(at, shape.slack), at) for at in places)
             wanted = overlaps(wanted, begins)
@@ -405,17 +404,17 @@ class PrefixTree:
     def insert(
         self, tokens: bytes, plan: Plan, match: Match, namespace: str = "", *, keep: bool = False
     ) -> tuple[Match, Hold | None]:
-        """Insert a plan, its cells without contents, and evict to make room for it.
+        """Insert a plan, with empty cells, and evict to make room for it.
 
-        ``plan`` was made of this match just now. With ``keep`` all of it is held, even above the
-        budget.
+        The plan must have been made from this match. With ``keep`` all of it is held, even above
+        the budget.
 
         Returns
         -------
         match : Match
-            The plan's tokens that are there now; `holes` returns the components to fill.
+            The plan's tokens that are cached now; `holes` returns the components to fill.
         hold : Hold or None
-            What was held.
+            The hold, with ``keep``.
         """
         self.clock += 1
         tokens = tokens[: plan.n * TOKEN_SIZE]
@@ -439,7 +438,7 @@ class PrefixTree:
                 self._keep_end(node, end_at, plan)
         hold = None
         if keep or not self.policy.declines:
-            # All else goes first, whatever the policy thinks of something that was never used.
+            # The new tokens are evicted last, even if the policy ranks unused components lowest.
             match = Match(node, node.end)
             hold = self.hold(match, self.resume(match, plan.n))
         fits = self.fit()
@@ -448,13 +447,13 @@ class PrefixTree:
             hold = None
             if not fits:
                 self.fit()
-        if node.parent is None or node.end < plan.n:  # it has left, or its end
+        if node.parent is None or node.end < plan.n:  # evicted at once, or in part
             return self.match(tokens, namespace), hold
         return Match(node, plan.n), hold
 
     @staticmethod
     def holes(match: Match) -> list[Component]:
-        """Return the components of a path with chunks that are None, the last first."""
+        """Return the components of a path that lack contents, deepest first."""
         return [
             one
             for node in match.node.path()
@@ -463,7 +462,7 @@ class PrefixTree:
         ]
 
     def discard(self, components: Iterable[Component]) -> None:
-        """Drop what was inserted and cannot be filled: components of one path, the last first."""
+        """Remove inserted components whose cells cannot be read (one path, deepest first)."""
         for one in components:
             node = one.node
             if one.kind is Kind.ATTENTION:
@@ -473,7 +472,7 @@ class PrefixTree:
                 self._drop_useless(node)
 
     def _append(self, parent: Node, tokens: bytes, priority: int) -> Node:
-        """Add a node of tokens that the tree does not know."""
+        """Add a node of new tokens."""
         node = Node(parent, tokens, parent.end, parent.key_at(parent.end))
         if parent.is_root:
             self._keep_root(parent)
@@ -490,7 +489,7 @@ class PrefixTree:
         return node
 
     def _overhead(self, node: Node) -> int:
-        """Return the bytes of a node without its components' contents."""
+        """Return the bytes of a node without its components."""
         return self.shape.node_bytes + len(node.tokens) if self.shape.node_bytes else 0
 
     def _new_spare(self, node: Node, kind: Kind, priority: int) -> Component:
@@ -501,7 +500,7 @@ class PrefixTree:
         return one
 
     def _add_windows(self, node: Node, first: int, last: int, priority: int) -> None:
-        """Add spare window cells for tokens of a path that has none for them."""
+        """Add speculative window cells of ``[first, last)`` where a path lacks them."""
         for each in node.path():
             if each.end <= first:
                 return
@@ -509,7 +508,7 @@ class PrefixTree:
             if limit <= each.start or each.start >= last:
                 continue
             if last < limit:
-                # Window cells are those of a node's last tokens.
+                # A node's window cells are those of its last tokens.
                 limit = self._chunk_before(each, last)
                 if limit <= max(first, each.start):
                     continue
@@ -517,10 +516,10 @@ class PrefixTree:
             self._prepend_windows(each, max(first, each.start), limit, priority)
 
     def _prepend_windows(self, node: Node, begin: int, end: int, priority: int) -> None:
-        """Add spare window cells of ``[begin, end)`` to a node that has those after."""
+        """Add speculative window cells of ``[begin, end)`` in front of a node's window."""
         one = node.window
         if one is not None and not one.is_spare:
-            # These are spare and leave first: in a node of their own, from a whole chunk on.
+            # They are evicted before its window, so they need a node of their own.
             at = self._chunk_before(node, end)
             if begin < at:
                 head = self._boundary(node, at)
@@ -535,7 +534,7 @@ class PrefixTree:
         self._count(one)
 
     def _add_state(self, node: Node, end: EndState, priority: int) -> None:
-        """Put a state at the end of a node; what one there has and this one has not stays."""
+        """Store a state and logits at the end of a node, unless it has them already."""
         before = next((at.end for at in node.path() if at is not node and at.state), 0)
         one = node.state
         if one is None:
@@ -549,7 +548,7 @@ class PrefixTree:
         one.weight = saved / max(1, saved * self.shape.attention_bytes + one.n_bytes)
 
     def _keep_end(self, node: Node, end: int, plan: Plan) -> None:
-        """Keep the window and the state at a place where prompts are likely to go on."""
+        """Promote the window and the state at a likely resume point."""
         node = self._node_of(node, end)
         wanted = self._windows(node, self.shape.window_begin(end, plan.slack), end)
         if node.state is not None and node.end == end:
@@ -560,12 +559,12 @@ class PrefixTree:
             if one.is_spare:
                 self._promote(one)
             if one.is_evictable:
-                self.policy.evictable(one)  # which has another priority now
+                self.policy.evictable(one)  # its priority may have changed
 
-    # Leaving ------------------------------------------------------------------------------------
+    # Evicting -----------------------------------------------------------------------------------
 
     def fit(self) -> bool:
-        """Evict until the budget is kept, or all that is left is held: False then."""
+        """Evict until the budget is met; return False if held components prevent that."""
         policy, has_notes = self.policy, self.shape.node_bytes > 0
         while (excess := self.n_bytes + (policy.n_bytes if has_notes else 0) - self.max_bytes) > 0:
             one = next(iter(self._spare), None) or policy.victim()
@@ -579,18 +578,18 @@ class PrefixTree:
         return True
 
     def _check(self, one: Component) -> None:
-        """Raise where a user's policy has chosen something that may not leave."""
+        """Raise if a user's policy chose a victim that is not evictable."""
         if not isinstance(one, Component):
             kind = type(one).__name__
-            raise TypeError(f"victim of the policy must be a Component or None, not {kind}")
+            raise TypeError(f"the policy's victim() must return a Component or None, not {kind}")
         root = one.node.root
         if not one.is_evictable or self._roots.get(str(root.namespace)) is not root:
-            raise ArgumentError(
-                f"victim of the policy is {one}, which may not leave", "victim", repr(one)
-            )
+            why = "of another cache" if one.is_evictable else "not evictable (see is_evictable)"
+            text = f"the policy's victim() returned {one}, which is {why}"
+            raise ArgumentError(text, "victim", repr(one))
 
     def _n_leaving(self, one: Component, excess: int) -> int:
-        """Return how many chunks of a component leave, so that a budget is kept."""
+        """Return how many chunks of a component must be evicted to meet the budget."""
         if one.kind is Kind.STATE or (self.policy.whole and not one.is_spare):
             return len(one.chunks)
         cell, chunk = self.shape.cell_bytes(one.kind), self.shape.chunk_bytes
@@ -604,7 +603,7 @@ class PrefixTree:
         return n
 
     def _remove(self, one: Component, n: int) -> None:
-        """Remove n chunks, of attention cells the last ones, and all that is useless then."""
+        """Evict n chunks (the last attention cells, the first window cells) and useless others."""
         node, parent = one.node, one.node.parent
         if one.kind is Kind.ATTENTION:
             kept = sum(one.sizes[: len(one.sizes) - n])
@@ -617,7 +616,7 @@ class PrefixTree:
             self._drop_useless(node if node.parent is not None else parent)
 
     def _shorten(self, node: Node, n_tokens: int) -> None:
-        """Keep the first tokens of a leaf, and what belongs to them."""
+        """Keep only the first n_tokens of a leaf, and their components."""
         if node.state is not None:
             self._drop(node.state)
         if node.window is not None:
@@ -658,7 +657,7 @@ class PrefixTree:
             self.policy.removing(one, n_tokens)
 
     def _drop_chunks(self, one: Component, begin: int, end: int) -> None:
-        """Drop some chunks of window cells, at their front or their end."""
+        """Drop chunks at the front or the end of a window."""
         if begin == 0 and end == len(one.sizes):
             self._drop(one)
         elif begin < end:
@@ -679,14 +678,14 @@ class PrefixTree:
         self._count(one)
         self.n_bytes -= self.shape.node_bytes
 
-    # Components that are useless now ------------------------------------------------------------
+    # Useless components -------------------------------------------------------------------------
 
     def _drop_useless(self, node: Node) -> None:
-        """Drop what is of no use any more, after a node lost something, or one that followed it."""
+        """Drop what became useless when this node, or a node after it, lost a component."""
         lost = [node]
         if self.shape.window_start is not None and not node.is_root:
             self._drop_incomplete(node, lost)
-            # Windows before it may have been of use for what went on from it.
+            # Windows before it may have been of use only for its continuations.
             above = node.parent
             while above is not None and above.window is not None:
                 if is_resumable(self.shape, above):
@@ -701,21 +700,21 @@ class PrefixTree:
                 each = before
 
     def _is_needed(self, node: Node) -> bool:
-        """Return whether a node has followers or holders, or a prompt can go on from its end."""
+        """Return whether a node has children or holds, or a prompt can resume at its end."""
         return bool(node.children or node.attention.held) or is_resumable(self.shape, node)
 
     def _drop_incomplete(self, top: Node, lost: list[Node]) -> None:
-        """Drop windows that are not complete, from a node on, and the states at their ends."""
+        """Drop the incomplete windows from a node down, and the states at their ends."""
         for node in incomplete(self.shape, top):
             for one in (node.window, node.state):
                 if one is not None and not one.held:
                     self._drop(one)
                     lost.append(node)
 
-    # All of it ----------------------------------------------------------------------------------
+    # Paths and namespaces -----------------------------------------------------------------------
 
     def continuations(self, tokens: bytes, namespace: str = "") -> list[bytes]:
-        """Return the paths that go on from some tokens, whole."""
+        """Return all tokens of every path that extends some tokens."""
         match = self.match(tokens, namespace)
         if match.n * TOKEN_SIZE < len(tokens):
             return []
@@ -727,23 +726,23 @@ class PrefixTree:
         ]
 
     def forget(self, tokens: bytes, namespace: str = "") -> None:
-        """Drop some tokens, all that goes on from them, and all that only they need.
+        """Remove tokens, every continuation of them, and ancestors that no other prompt uses.
 
         Held tokens stay, and those before them.
         """
         match = self.match(tokens, namespace)
         node = match.node
         if match.n * TOKEN_SIZE < len(tokens) and (node.children or not match.is_whole):
-            return  # what follows belongs to other prompts
+            return  # the continuations belong to other prompts
         for each in reversed(list(node.below())):
             self._drop_leaf(each)
         for each in node.path():
-            # One that nothing goes on from left with what followed it.
+            # Nodes without a resume point were already removed with their children.
             if each.parent is not None and not self._drop_leaf(each):
                 return
 
     def _drop_leaf(self, node: Node) -> bool:
-        """Drop a node that nothing follows or holds; return whether it left."""
+        """Drop a node without children or holds; return whether it was dropped."""
         if not node.attention.is_evictable:
             return False
         before = node.parent
@@ -753,7 +752,7 @@ class PrefixTree:
         return True
 
     def clear(self, namespace: str | None = None) -> None:
-        """Drop all tokens of a namespace, or of all; held ones too: holds keep nothing then."""
+        """Remove all tokens of a namespace, or of all, held ones included."""
         for root in self.roots(namespace):
             for node in reversed(list(root.below())):
                 for one in node.components():
@@ -761,18 +760,18 @@ class PrefixTree:
                 self._shorten(node, 0)
 
     def roots(self, namespace: str | None = None) -> list[Node]:
-        """Return the root of a namespace, or of all, where anything follows it."""
+        """Return the root of a namespace, or all roots, that have children."""
         if namespace is None:
             return list(self._roots.values())
         return [self._roots[namespace]] if namespace in self._roots else []
 
     def nodes(self, namespace: str | None = None) -> Iterator[Node]:
-        """Yield every node of a namespace, or of all, each before those that follow it."""
+        """Yield every node of a namespace, or of all, parents first."""
         for root in self.roots(namespace):
             yield from root.below()
 
     def _new_root(self, namespace: str) -> Node:
-        """Return a root for a namespace; it is kept once something follows it."""
+        """Return a root for a namespace; the tree keeps it once it has a child."""
         return new_root(namespace, None if self._root_name is None else self._root_name(namespace))
 
     def _keep_root(self, root: Node) -> None:

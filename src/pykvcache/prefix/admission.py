@@ -1,4 +1,4 @@
-"""What a cache takes over of a sequence that closes: all that is missing, as far as it fits."""
+"""Stores the tokens of a closed sequence that the cache lacks, as many as fit."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ __all__ = ["Admission", "BlockCheckpoints", "LiveCells", "Source", "admit"]
 
 @dataclass(frozen=True)
 class BlockCheckpoints(CheckpointPolicy):
-    """Checkpoints where a prefix cache can use them.
+    """Checkpoints where prompts are likely to resume.
 
     Attributes
     ----------
     needs_state
-        Whether states are taken: after the last full block of each prompt, and 1, 3, 7, 15...
-        blocks before, where prompts are likely to part.
+        Whether states are saved: after the last full block of each prompt, and 1, 3, 7, 15...
+        blocks before it.
     n_window
-        Window cells of the context: of a prompt that is not longer none are lost before its end.
+        Number of window cells of the context. A prompt of at most this many tokens keeps all its
+        window cells until its end.
     """
 
     block_size: int = 64
@@ -44,7 +45,7 @@ class BlockCheckpoints(CheckpointPolicy):
         return self.block_size
 
     def next_stop(self, begin: int, end: int) -> int:
-        """Where to pause an evaluation: every ``spacing`` tokens, and denser towards the end."""
+        """Return where to pause next: every ``spacing`` tokens, and more often near the end."""
         if not self.max_bytes or (not self.needs_state and end <= self.n_window):
             return end
         block = self.block_size
@@ -57,21 +58,21 @@ class BlockCheckpoints(CheckpointPolicy):
 
 
 class Source(Protocol):
-    """Where the cells of inserted components come from."""
+    """Provides the cells of inserted components."""
 
     def read(self, kind: Kind, begin: int, sizes: Sequence[int]) -> list[Buffer]:
-        """Return the cells of consecutive chunks; raises `KvCacheError` where they are missing."""
+        """Return the cells of consecutive chunks; raise `KvCacheError` if some are missing."""
 
 
 @dataclass(frozen=True)
 class LiveCells:
-    """The cells of a sequence with an id, and the checkpoints taken during its evaluation."""
+    """The cells of a sequence with an id, and the checkpoints of its evaluation."""
 
     memory: CacheMemory
     cells: SequenceCells
 
     def read(self, kind: Kind, begin: int, sizes: Sequence[int]) -> list[Buffer]:
-        """Return cells of chunks; window cells that were taken before are shared."""
+        """Return the cells of consecutive chunks; window cells of checkpoints are shared."""
         if kind is Kind.ATTENTION:
             return self.memory.read(kind, self.cells.ledger.seq_id, begin, sizes)
         found: list[Buffer] = []
@@ -82,9 +83,9 @@ class LiveCells:
         return found
 
     def offer(self, n: int, match: Match, request: Request, *, keep_logits: bool) -> Offer:
-        """Return what the sequence can give of its first n tokens.
+        """Return what the sequence can store for its first n tokens.
 
-        It holds them as a fresh run would. A state that the match has is not taken again.
+        Their cells must equal those of a fresh run. States that the tree has are not copied again.
         """
         offer = Offer(n, priority=request.priority)
         places = {request.report.n_tokens, *request.boundaries}
@@ -99,7 +100,7 @@ class LiveCells:
         return offer
 
     def _offer_more(self, offer: Offer, match: Match) -> None:
-        """Add the window cells and the states that there are."""
+        """Add the available window cells and states to an offer."""
         cells, points, n = self.cells, self.cells.points, offer.n
         offer.windows = [(first, min(last, n)) for first, last in points.covered() if first < n]
         offer.windows += self.memory.windows(cells.ledger.seq_id, n)
@@ -110,7 +111,7 @@ class LiveCells:
 
 
 class Admission:
-    """Takes over what sequences evaluated, into memory and into the tiers; the lock is held."""
+    """Stores evaluated tokens in RAM and in the tiers; the caller holds the lock."""
 
     def __init__(
         self, memory: CacheMemory, blocks: BlockCache, link: TierLink, keep_logits: bool
@@ -119,7 +120,7 @@ class Admission:
         self._keep_logits = keep_logits
 
     def give(self, request: Request, *, is_last: bool = True) -> None:
-        """Keep the new tokens of a request; release its hold if its sequence closes."""
+        """Store the new tokens of a request; release its hold if its sequence is closing."""
         cells, blocks, keep = request.cells, self._blocks, request.keep
         n = cells.n_fresh
         if keep is not None:
@@ -128,7 +129,7 @@ class Admission:
         source = self._source(request, n) if wants else None
         states: dict[int, EndState] = {}
         with blocks.change():
-            n = min(n, cells.n_fresh)  # what was parked may have been lost
+            n = min(n, cells.n_fresh)  # parked cells may have been lost
             if source is not None and n:
                 tokens = cells.ledger.part(0, n).tobytes()
                 match = blocks.tree.match(tokens, request.space)
@@ -146,7 +147,7 @@ class Admission:
                 blocks.release(request)
 
     def _use(self, request: Request, n: int) -> None:
-        """Count the use of restored tokens that the request does not give back."""
+        """Refresh, in the tiers, restored tokens that this request does not store again."""
         report = request.report
         restored = min(report.ram + report.disk + report.remote, request.cells.n_fresh)
         if restored > n:
@@ -154,7 +155,7 @@ class Admission:
             self._link.write(tokens, request.space, {restored}, None, {})
 
     def _source(self, request: Request, n: int) -> LiveCells | None:
-        """Return where cells of a request are read from; None where memory has them already."""
+        """Return the source of a request's cells; None if RAM has them or they are unreadable."""
         cells = request.cells
         if cells.seq_id is None:
             tokens = cells.ledger.part(0, n).tobytes()
@@ -164,7 +165,7 @@ class Admission:
         try:
             cells.attach()
         except (KvCacheError, MemoryError):
-            return None  # a cache that cannot keep something goes without it
+            return None  # it is not stored, and no error is raised
         return LiveCells(self._memory, cells)
 
 
@@ -179,7 +180,7 @@ def admit(
 ) -> None:
     """Store the missing part of an offer, within a change. Unreadable cells are not stored.
 
-    An owner holds all of it from then on, even above the budget.
+    If ``owner`` is given, it holds everything that is stored, even above the budget.
     """
     plan = blocks.tree.plan(match, offer, is_limited=owner is None)
     if plan is None:

@@ -1,4 +1,4 @@
-"""What a cache keeps in memory: the tree, within a budget in bytes."""
+"""The RAM cache: the tree, its budget in bytes, holds and pins."""
 
 from __future__ import annotations
 
@@ -22,24 +22,23 @@ from pykvcache.sequence.pool import SequencePool
 
 __all__ = ["CHUNK_BYTES", "NODE_BYTES", "Actions", "BlockCache", "Pin"]
 
-#: Overhead in bytes of a node or component, of a chunk, and of an empty cache: measured with
-#: tracemalloc.
+#: Overhead in bytes of a node or component, of a chunk, and of an empty cache (by tracemalloc).
 NODE_BYTES, CHUNK_BYTES, _FIXED_BYTES = 800, 250, 24_000
 
-#: After so many bytes were evicted, or an eighth of the budget, the allocator gives memory back.
+#: After evicting these bytes, or an eighth of the budget if more, free memory goes to the system.
 _TRIMMED_BYTES = 4 << 20
 
 
 @dataclass
 class Actions:
-    """What a change did: blocks stored, names removed, or all cleared after an error."""
+    """The result of a change: blocks stored, hashes removed, or all cleared after an error."""
 
     stored: Stored | None = None
     removed: list[bytes] = field(default_factory=list)
     cleared: bool = False
 
     def publish(self, events: EventLog) -> None:
-        """Report them."""
+        """Publish them as events."""
         if self.cleared:
             events.add(AllBlocksCleared())
         if self.removed:
@@ -49,18 +48,17 @@ class Actions:
 
 
 class _Owned(NamedTuple):
-    """What one sequence or pin holds."""
+    """The hold of one sequence or pin."""
 
     owner: weakref.ref[object]
     hold: Hold
 
 
 class BlockCache:
-    """The tree of a cache, its budget, and what sequences and pins hold in it.
+    """The tree of a cache, its budget, and the holds of sequences and pins.
 
-    Every change is made within `change`: an exception in it drops all that is kept, and the cache
-    goes on empty. The budget covers cells, states and accounts, the events that wait, and free
-    buffers.
+    Every change is made within `change`: an exception in it empties the cache. The budget covers
+    cells, states, bookkeeping, unread events and free buffers.
     """
 
     def __init__(
@@ -76,7 +74,7 @@ class BlockCache:
         self.stored = self.removed = 0
         self._policy, self._root = policy, root
         self._events, self._memory, self._pool = events, memory, pool
-        #: The pins that hold something.
+        #: The pins with a hold.
         self.pins: dict[Pin, None] = {}
         self._fixed_bytes = min(_FIXED_BYTES, max_bytes // 16)
         self._holds: dict[int, _Owned] = {}
@@ -88,7 +86,7 @@ class BlockCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is kept, overhead included."""
+        """Bytes that count towards the budget, overhead included."""
         more = self._fixed_bytes + self._events.nbytes + self._memory.free_bytes
         return self.tree.used_bytes + more
 
@@ -96,15 +94,15 @@ class BlockCache:
 
     @contextmanager
     def change(self) -> Iterator[Actions]:
-        """Make one change, all of it or nothing; gives what it did.
+        """Context of one change; yields its `Actions`. An exception in it empties the cache.
 
         Raises
         ------
         ReentryError
-            A change is under way: a policy has called the cache that asks it.
+            A change is in progress: a policy has called the cache.
         """
         if self._is_changing:
-            raise ReentryError("a policy called the cache in the middle of a call that asks it")
+            raise ReentryError("a policy must not call the cache")
         self._is_changing = True
         actions = self._actions = Actions()
         try:
@@ -128,21 +126,21 @@ class BlockCache:
                 actions.publish(self._events)
 
     def _room(self) -> int:
-        """Return how many bytes the tree may take: events may come at any time."""
+        """Return the tree's share of the budget, which leaves room for all events."""
         return max(0, self.max_bytes - self._fixed_bytes - self._events.max_bytes)
 
     def _trim(self) -> None:
-        """Give free memory back to the system, as far as the budget needs that."""
+        """Return free memory to the system, as much as the budget requires."""
         self._memory.trim(max(0, self._room() - self.tree.used_bytes))
         if self.tree.evicted_bytes > max(self.max_bytes // 8, _TRIMMED_BYTES):
             self.tree.evicted_bytes = 0
-            lib.trim_memory()  # small chunks leave holes in the allocator's
+            lib.trim_memory()  # small chunks fragment the allocator's memory
 
     def _drop_all(self) -> None:
-        """Drop all that is kept, whatever state it is in."""
+        """Empty the cache, whose tree may be inconsistent."""
         self.removed = self.stored
         for node in list(self.tree.nodes()):
-            node.parent = None  # so that holds keep nothing, and a policy chooses nothing of it
+            node.parent = None  # so that no hold and no policy can still refer to it
         self.tree = self._new_tree()
         self._holds.clear()
         self._memory.trim()
@@ -152,26 +150,26 @@ class BlockCache:
     # Looking up and using -----------------------------------------------------------------------
 
     def hold(self, owner: object, match: Match, resume: Resume) -> None:
-        """Keep what an owner uses until it releases it, holds something else, or is gone."""
+        """Hold what an owner uses until it is released or gone, or holds something else."""
         new, key = self.tree.hold(match, resume), id(owner)
         self.release(owner)
         if new is not None:
             self._holds[key] = _Owned(weakref.ref(owner), new)
 
     def hold_as(self, owner: object, other: object) -> None:
-        """Let an owner hold what another one does: a fork is made of the same cells."""
+        """Give an owner a hold of the components that another one holds."""
         owned = self._holds.get(id(other))
         if owned is not None and (hold := self.tree.hold_again(owned.hold)) is not None:
             self._holds[id(owner)] = _Owned(weakref.ref(owner), hold)
 
     def release(self, owner: object, *, is_use: bool = True) -> None:
-        """Release what an owner holds, if anything; within a change."""
+        """Release the hold of an owner, if it has one; within a change."""
         owned = self._holds.pop(id(owner), None)
         if owned is not None:
             self.tree.release(owned.hold, is_use=is_use)
 
     def holds(self, owner: object) -> bool:
-        """Return whether an owner holds anything that is still kept."""
+        """Return whether an owner has a hold that was not cleared."""
         owned = self._holds.get(id(owner))
         return owned is not None and owned.hold.node.parent is not None
 
@@ -186,18 +184,18 @@ class BlockCache:
             if resume.n:
                 self.tree.use(match, resume)
                 self.hold(pin, match, resume)
-                self.pins[pin] = None  # before that nothing keeps it
+                self.pins[pin] = None  # keeps the pin alive if the caller drops it
         return pin
 
     def unpin(self, pin: Pin) -> None:
-        """Release what a pin holds; takes the pool's lock."""
+        """Release the hold of a pin; takes the pool's lock."""
         with self._pool:
             if self.pins.pop(pin, ...) is not ...:
                 with self.change():
                     self.release(pin)
 
     def expire_pins(self) -> None:
-        """Release the pins whose time is over."""
+        """Release the expired pins."""
         now = time.monotonic()
         for pin in [pin for pin in self.pins if pin.is_over(now)]:
             self.unpin(pin)
@@ -214,12 +212,12 @@ class BlockCache:
     ) -> list[Component]:
         """Insert a plan, within a change, and evict to make room for it.
 
-        The plan was made of that match. An owner holds all of it from then on. Returns the
-        components with chunks that are None, for the caller to fill; or for `abandon`.
+        The plan must have been made from this match. An owner gets a hold of all of it. Returns
+        the components that lack contents, for the caller to fill, or to pass to `abandon`.
         """
         tree, size = self.tree, self.shape.block_size
         known, n_removed = match.n // size, len(tree.removed)
-        # Before the eviction: known blocks may leave for new ones.
+        # Before the eviction, which may remove known blocks to make room for new ones.
         parent = match.node.name_at(known, size) if known else b""
         match, hold = tree.insert(tokens, plan, match, namespace, keep=owner is not None)
         if hold is not None:
@@ -228,7 +226,7 @@ class BlockCache:
         parent = parent or match.node.name_at(0, size)
         text = tokens[known * size * TOKEN_SIZE :]
         if len(tree.removed) > n_removed:
-            # Of new blocks that left at once nothing is reported.
+            # New blocks that were evicted at once are not reported.
             new = set(block_names(parent, text, size * TOKEN_SIZE))
             tree.removed[n_removed:] = [x for x in tree.removed[n_removed:] if x not in new]
         if (n := match.n // size - known) > 0:
@@ -239,7 +237,7 @@ class BlockCache:
         return tree.holes(match)
 
     def abandon(self, holes: list[Component], owner: object | None) -> None:
-        """Roll back the last insertion for an owner, whose cells cannot be read."""
+        """Roll back the last insertion, whose cells cannot be read."""
         self.release(owner, is_use=False)
         stored, self._actions.stored = self._actions.stored, None
         new = set() if stored is None else set(stored.names)
@@ -250,7 +248,7 @@ class BlockCache:
         self.stored -= len(new)
 
     def clear(self, namespace: str | None) -> None:
-        """Drop a namespace, or all of them."""
+        """Remove all tokens of a namespace, or of all."""
         self.tree.clear(namespace)
         self._memory.trim()
 
@@ -263,7 +261,7 @@ class Pin:
 
     @property
     def n_tokens(self) -> int:
-        """Number of protected tokens; 0 after it was released, expired or cleared."""
+        """Number of protected tokens; 0 once it is released, expired or cleared."""
         is_over = self.is_over(time.monotonic()) or not self._blocks.holds(self)
         return 0 if is_over else self._n_tokens
 

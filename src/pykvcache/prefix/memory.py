@@ -1,4 +1,4 @@
-"""What a cache reads from the memory of a context, and puts back into it."""
+"""Copies cells and states out of a context's memory, and back into it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["BufferPool", "CacheMemory", "Cells"]
 
 Buffer = npt.NDArray[np.uint8]
 
-#: Upper bound on the bytes of buffers that are kept for the next cells.
+#: Upper bound on the bytes of free buffers.
 _MOST_FREE = 64 << 20
-#: Tokens between checkpoints of a prompt, at most.
+#: Maximum number of tokens between two checkpoints of a prompt.
 _SPACING = 512
 
 _PARTS: dict[Kind, Any] = {Kind.ATTENTION: "attention", Kind.WINDOW: "window"}
@@ -33,16 +33,16 @@ _PARTS: dict[Kind, Any] = {Kind.ATTENTION: "attention", Kind.WINDOW: "window"}
 
 @dataclass(frozen=True)
 class Cells:
-    """The first n tokens of a sequence, as they go back into a memory.
+    """The cells and the state to restore for the first n tokens of a sequence.
 
     Attributes
     ----------
     attention
         Chunks of attention cells, from the first token on.
     window, window_first
-        Chunks of window cells, and their first token; none where the memory has no window.
+        Chunks of window cells, and their first token; no chunks if the memory has no window.
     state
-        The recurrent state after n tokens; None where the memory has none.
+        The recurrent state after n tokens; None if the memory has none.
     """
 
     n: int
@@ -53,10 +53,10 @@ class Cells:
 
 
 class CacheMemory:
-    """The one seam between a cache and llama.cpp's memory: cells and states, in and out.
+    """Reads and writes cells and states of llama.cpp's memory; no other module of a cache does.
 
-    Buffers for the next cells take an eighth of ``ram_bytes`` at most. In tiers, a block takes
-    ``overhead`` bytes more than its cells.
+    Free buffers take at most an eighth of ``ram_bytes``. In tiers, a block takes ``overhead``
+    bytes more than its cells.
     """
 
     def __init__(
@@ -81,16 +81,16 @@ class CacheMemory:
             attention,
             window,
             native.window_needed if window else None,
-            # With states a prompt may part where one was taken, and nowhere else.
+            # With recurrent states a prompt can resume only where a state was saved.
             slack=0 if native.has_state_part else n_swa // 4,
             needs_state=native.has_state_part,
             node_bytes=node_bytes,
             chunk_bytes=chunk_bytes,
             split=self._split,
         )
-        #: Window cells of the context.
+        #: Number of window cells of the context.
         self.n_window_cells = self._count_window_cells() if window else 1 << 31
-        #: Tokens between checkpoints, so that no window cells are lost in between.
+        #: Tokens between checkpoints: so few that no window cells are lost in between.
         room = self.n_window_cells - n_swa
         self.spacing = max(min(_SPACING, room) // block_size, 1) * block_size
         most = min(ram_bytes // 8, _MOST_FREE)
@@ -105,40 +105,40 @@ class CacheMemory:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of buffers that are kept for the next cells."""
+        """Bytes of free buffers."""
         attention, window = self._pools
         return len(attention.free) * attention.size + len(window.free) * window.size
 
     def trim(self, max_bytes: int = 0) -> None:
-        """Give back free buffers that are over a limit."""
+        """Free buffers beyond a limit in bytes."""
         for pool in self._pools:
             pool.trim(max_bytes)
             max_bytes -= pool.free_bytes
 
     def take(self, size: int) -> memoryview:
-        """Return memory of so many bytes, for what comes out of tiers."""
+        """Return a buffer of ``size`` bytes, for a record loaded from a tier."""
         pool = self._pools[0] if size <= self._pools[0].size else self._pools[1]
         return pool.take(size).data
 
     def close(self) -> None:
-        """Keep no free buffers from now on."""
+        """Free the free buffers, and keep none from now on."""
         for pool in self._pools:
             pool.close()
 
-    # Out ----------------------------------------------------------------------------------------
+    # Copying out --------------------------------------------------------------------------------
 
     def windows(self, seq_id: int, n: int) -> list[Range]:
-        """Return the tokens of the first n whose window cells a sequence holds."""
+        """Return the range of the first n tokens whose window cells a sequence has."""
         if self.shape.window_start is None:
             return []
         first, last = self._native.window_range(seq_id)
         return [(first, min(last, n))] if first < min(last, n) else []
 
     def read(self, kind: Kind, seq_id: int, begin: int, sizes: Sequence[int]) -> list[Buffer]:
-        """Copy cells of consecutive chunks out of a sequence.
+        """Copy the cells of consecutive chunks out of a sequence.
 
-        Raises `UnsupportedOperation` where they are not all there, and `StateDamaged` where they
-        hold NaN or infinity.
+        Raises `UnsupportedOperation` if some are missing, and `StateDamaged` if they hold NaN or
+        infinity.
         """
         cell, pool = self.shape.cell_bytes(kind), self._pools[kind]
         found, at = list[Buffer](), 0
@@ -152,9 +152,7 @@ class CacheMemory:
             if not self._native.get_blocks(
                 seq_id, begin, sizes[at], found[at:end], part=_PARTS[kind]
             ):
-                raise UnsupportedOperation(
-                    "PrefixCache", "the cells of the sequence are not all there"
-                )
+                raise UnsupportedOperation("PrefixCache", "the sequence lacks some of these cells")
             begin += sum(sizes[at:end])
             at = end
         for buffer in found:
@@ -162,27 +160,27 @@ class CacheMemory:
         return found
 
     def read_state(self, seq_id: int) -> lib.StatePart | None:
-        """Copy the recurrent state of a sequence; None where it cannot be taken."""
+        """Copy the recurrent state of a sequence; None if that is not possible."""
         try:
             return self._native.get_state_part(seq_id)
         except KvCacheError:
             return None
 
     def make_state(self, content: Buffer, n: int) -> lib.StatePart:
-        """Return the state after n tokens from the bytes that another context took.
+        """Return the state after n tokens from bytes that another context wrote.
 
-        Raises `StateError` or ValueError where they are none of this memory, or of another number
-        of tokens.
+        Raises `StateError` if the bytes are no state of this memory, ValueError if it is the state
+        after another number of tokens.
         """
         state = self._native.make_state_part(content)
         if state.end != n:
             raise ValueError(f"the state is that after {state.end} tokens, not {n}")
         return state
 
-    # In -----------------------------------------------------------------------------------------
+    # Restoring ----------------------------------------------------------------------------------
 
     def put(self, seq_id: int, cells: Cells) -> None:
-        """Make a sequence hold some tokens; all or nothing: raises `NoKvCacheSlot` without room."""
+        """Restore cells into a sequence, all or none; raise `NoKvCacheSlot` without room."""
         self._native.set_blocks(
             seq_id,
             cells.attention if self._has_cells else [],
@@ -193,7 +191,7 @@ class CacheMemory:
         )
 
     def least_cut(self, cells: Cells) -> int:
-        """Return to how few tokens cells can be cut once they are put back."""
+        """Return the smallest number of tokens to which restored cells can be truncated."""
         if self.shape.needs_state:
             return cells.n
         return self._native.least_cut(cells.window_first) if cells.window else 0
@@ -201,7 +199,7 @@ class CacheMemory:
     # Chunks -------------------------------------------------------------------------------------
 
     def part(self, kind: Kind, cells: Buffer, begin: int, n: int) -> Buffer:
-        """Return a copy of some cells of a chunk."""
+        """Return a copy of the n cells of a chunk from ``begin`` on."""
         out = np.empty(n * self.shape.cell_bytes(kind), np.uint8)
         if len(out):
             self.layouts[kind].copy_cells(cells, begin, n, out, 0)
@@ -212,7 +210,7 @@ class CacheMemory:
         return self.part(kind, cells, 0, at), self.part(kind, cells, at, n - at)
 
     def join(self, kind: Kind, chunks: Sequence[Chunk]) -> Buffer:
-        """Return chunks of one block in one piece."""
+        """Return the chunks of one block as one buffer."""
         if len(chunks) == 1 and chunks[0][1] == chunks[0][2]:
             whole: Buffer = chunks[0][0]
             return whole
@@ -225,13 +223,13 @@ class CacheMemory:
         out.setflags(write=False)
         return out
 
-    # Names --------------------------------------------------------------------------------------
+    # Identity -----------------------------------------------------------------------------------
 
     def digests(self) -> dict[str, bytes]:
-        """Return what the names of blocks depend on, for `root_name`.
+        """Return the digests that block hashes depend on, for `root_name`.
 
-        The numbers of cells and sequences, streams and whole windows are left out: contexts that
-        differ in them share blocks.
+        They leave out the numbers of cells and sequences, streams and ``swa_full``: contexts that
+        differ in these share blocks.
         """
         ctx = self._ctx
         fingerprint = ctx.fingerprint
@@ -250,14 +248,14 @@ class CacheMemory:
         }
 
     def state_bytes(self) -> int:
-        """Return about how many bytes the recurrent state of one sequence has."""
+        """Return the approximate bytes of a sequence's recurrent state."""
         if not self.has_layout or not self.shape.needs_state:
             return 0
         parts = self._native.state_layout("PrefixCache")
         return sum(row[4] for part in parts if part["part"] == "recurrent" for row in part["rows"])
 
     def end_bytes(self) -> int:
-        """Return an upper bound on the bytes of an end record without its cells."""
+        """Return an upper bound on the bytes of a tail record without its cells."""
         size = 4096 + 4 * self._ctx.model.n_vocab
         if not self.has_layout:
             return size
@@ -268,12 +266,12 @@ class CacheMemory:
         return size
 
 
-#: Smaller buffers come from the allocator, which reuses their memory by itself.
+#: Smaller buffers are left to the allocator, which reuses their memory anyway.
 MIN_POOLED_BYTES = 128 << 10
 
 
 class BufferPool:
-    """Lend byte arrays; reuse the memory of those that nothing refers to any more.
+    """A pool of byte arrays: the memory of an array is reused once nothing refers to it.
 
     The system clears each page of new memory at the first write: filling 37 MB of new buffers
     takes 50 ms, of reused ones 10 ms. Any thread may call any method and drop any array.
@@ -283,26 +281,26 @@ class BufferPool:
     size : int
         Bytes of a pooled buffer, usually those of a block.
     max_bytes : int
-        Limit of the free list in bytes. What comes back beyond it goes to the allocator.
+        Limit of the free list in bytes. Memory beyond it is returned to the allocator.
     """
 
     def __init__(self, size: int, max_bytes: int) -> None:
         self.size = size
         self._max_free = max_bytes // size if size >= MIN_POOLED_BYTES else 0
         self._buffer_type = _buffer_type(size)
-        #: The free list; arrays that are in use are not in it.
+        #: The free list, without arrays in use.
         self.free: list[Buffer] = []
 
     @property
     def free_bytes(self) -> int:
-        """Bytes in the free list. Buffers that are in use do not count."""
+        """Bytes in the free list, which has no buffers in use."""
         return len(self.free) * self.size
 
     def take(self, n_bytes: int) -> Buffer:
         """Return a writable array of ``n_bytes`` arbitrary bytes.
 
         Only sizes within 1 % of `size` are pooled, because each of them occupies a whole buffer.
-        The memory is reused when neither the array nor a view of it is left.
+        The memory is reused once the array and all views of it are gone.
         """
         if not self._max_free or not 0.99 * self.size < n_bytes <= self.size:
             return np.empty(n_bytes, np.uint8)
@@ -319,7 +317,7 @@ class BufferPool:
         del self.free[max(0, max_bytes) // self.size :]
 
     def close(self) -> None:
-        """Free the free list; arrays that are in use are freed when they are dropped."""
+        """Free the free list; arrays in use are freed when they are dropped."""
         self._max_free = 0
         self.trim()
 
@@ -329,7 +327,7 @@ class BufferPool:
 
 
 def _buffer_type(size: int) -> Any:
-    """Return a type whose instances give their memory back to their pool when they end."""
+    """Return a type whose instances return their memory to their pool when they are dropped."""
 
     class Lent(ctypes.Array[ctypes.c_uint8]):
         _type_ = ctypes.c_uint8

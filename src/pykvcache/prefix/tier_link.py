@@ -1,4 +1,4 @@
-"""Between a cache and its tiers: searches, blocks that come, blocks that are written."""
+"""Connects a cache to its tiers: searches, stores what was loaded, and queues writes."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ from pykvcache.prefix.tiers.stack import Record, Tiers
 
 __all__ = ["TierLink", "least_seconds"]
 
-# A request waits this part of its evaluation at most.
+# A request waits at most this fraction of its estimated evaluation time.
 _WAIT = 0.1
-# Seconds that it waits at least until evaluating was timed: after a restart, tiers have the most.
+# Minimum wait in seconds before any evaluation was timed, as after a restart, which needs tiers.
 _FIRST_WAIT = 0.1
-# After so many requests that asked for nothing, one loads in the background, to learn.
+# One in this many requests that skip the tiers loads in the background, to update the estimate.
 _TRY_EVERY = 16
 
 _NOTHING = ReuseReport()
 
-# Operations per second, which a thread of a processor and a graphics card hardly exceed.
+# Upper bounds on the operations per second of a CPU thread, and of a GPU.
 _PER_THREAD, _PER_DEVICE = 1e11, 5e14
 
 
 def least_seconds(ctx: LlamaContext) -> float:
-    """Return what evaluating a token takes at least, before any was: from the model's size."""
+    """Return a lower bound on the seconds per token, from the model's size."""
     rate = _PER_DEVICE if lib.devices() != ["CPU"] else _PER_THREAD * max(1, ctx.n_threads_batch)
     return 2 * ctx.model.n_params / rate
 
 
 class _LoadedCells:
-    """Cells that came out of tiers, as what the tree takes over: an `admission.Source`."""
+    """Cells loaded from tiers, as an `admission.Source`."""
 
     def __init__(self, memory: CacheMemory, found: Loaded) -> None:
         self._memory, self._found = memory, found
@@ -70,7 +70,7 @@ class _LoadedCells:
         return parts
 
     def _block(self, kind: Kind, at: int) -> tuple[Buffer, int]:
-        """Return the cells of a block, or of the end after the last one, and their number."""
+        """Return the cells of a block, or of the tail record after the last, and their number."""
         found, size = self._found, self._memory.shape.block_size
         blocks = found.attention if kind is Kind.ATTENTION else found.window
         if at in blocks:
@@ -82,10 +82,10 @@ class _LoadedCells:
 
 
 class TierLink:
-    """The one seam between a cache and its tiers. The pool's lock is held in every method.
+    """The link between a cache and its tiers. The caller holds the sequence pool's lock.
 
-    ``tier_seconds`` is how long a request waits at most, where that was set by hand; ``n_row`` the
-    number of logits at the end of a prompt, 0 where they are of no use.
+    ``tier_seconds`` is the longest wait of a request, None if it is to be estimated; ``n_row`` the
+    number of logits after a prompt, 0 if they are not kept.
     """
 
     def __init__(
@@ -100,25 +100,25 @@ class TierLink:
         n_row: int,
     ) -> None:
         self.tiers = tiers
-        #: Whether there are stores below memory.
+        #: Whether the cache has tiers.
         self.has_tiers = len(tiers) > 0
         self.root, self.evaluation = root, evaluation
         self._memory, self._blocks = memory, blocks
         self._tier_seconds, self._n_skipped = tier_seconds, 0
         self._n_row = n_row
-        self._loads = weakref.WeakSet[Load]()  # under way, or waited for
+        self._loads = weakref.WeakSet[Load]()  # in progress, or waited for
         self._end_bytes = memory.end_bytes() if self.has_tiers else 0
         self._state_bytes = 4 * n_row + memory.state_bytes() if self.has_tiers else 0
 
-    # Up -----------------------------------------------------------------------------------------
+    # Loading ------------------------------------------------------------------------------------
 
     def search(self, tokens: bytes, namespace: str, known: int, deliver: Deliver) -> Load | None:
-        """Begin to load what memory lacks of a prompt; None where waiting does not pay.
+        """Start to load what RAM lacks of a prompt; None if the request need not wait.
 
-        A request waits for a tenth of its evaluation at most (0.1 s until one was timed), or as
-        long as was set by hand. Where loading is thought to take longer, nothing is asked for; but
-        now and then in the background, to learn. ``known`` tokens need no evaluation without the
-        tiers. A thread calls what ``deliver`` refers to with what comes too late.
+        If loading is estimated to take longer than the request may wait, the tiers are not read,
+        except every 16th time in the background, to keep the estimate current. RAM or live
+        sequences provide the first ``known`` tokens. If the load finishes late, its thread calls
+        ``deliver()(load)`` (``deliver`` is a weak reference).
         """
         n, shape = len(tokens) // TOKEN_SIZE, self._memory.shape
         if n - 1 <= known or n < shape.block_size:
@@ -145,9 +145,9 @@ class TierLink:
         return load if is_awaited else None
 
     def cancel(self, tokens: bytes, namespace: str | None) -> None:
-        """Cancel the searches for prompts of a namespace, or of all, that some tokens are part of.
+        """Cancel the loads, in one space or in all, whose prompt extends these tokens.
 
-        A prompt that ends before them counts, too: it is a part of what is forgotten.
+        A prompt that is a prefix of the tokens is cancelled, too.
         """
         for load in list(self._loads):
             prompt = load.wanted.prompt
@@ -155,7 +155,7 @@ class TierLink:
                 load.cancel()
 
     def prefetch(self, tokens: bytes, namespace: str, known: int) -> Load:
-        """Return a search for what memory lacks of a prompt and has room for, for `Load.run`."""
+        """Return a load of what RAM lacks of a prompt and has room for; the caller runs it."""
         shape = self._memory.shape
         cell = max(1, shape.attention_bytes + shape.chunk_bytes // shape.block_size)
         most = self._blocks.max_bytes // cell
@@ -163,13 +163,13 @@ class TierLink:
         return Load(self.tiers.tiers, wanted)
 
     def _wanted(self, tokens: bytes, namespace: str, known: int, most: int | None = None) -> Wanted:
-        """Return what a prompt could use that is not in memory: ``most`` tokens of it."""
+        """Return what to load of the first ``most`` tokens of a prompt: what RAM lacks."""
         shape, n = self._memory.shape, len(tokens) // TOKEN_SIZE
         size = shape.block_size
         match = self._blocks.tree.match(tokens, namespace)
         prompt = self._named(tokens, namespace)
         first, last = (union(match.windows()) or [(0, 0)])[-1]
-        # A state after the whole prompt is of no use without the logits there: it cannot be cut.
+        # A state after the whole prompt is useless without logits, because it cannot be truncated.
         limit = n if self._n_row or not shape.needs_state else n - 1
         return Wanted(
             prompt,
@@ -190,7 +190,7 @@ class TierLink:
         return NamedPrompt(self.root(namespace), tokens, size, namespace)
 
     def keep(self, load: Load, owner: object | None = None) -> None:
-        """Store what came of a search in memory: held by an owner, or as far as it fits."""
+        """Store the result of a load in RAM: all of it, held by an owner, or as much as fits."""
         found, prompt = load.found, load.wanted.prompt
         try:
             end = self._end_state(found)
@@ -208,7 +208,7 @@ class TierLink:
             admit(self._blocks, source, tokens, match, namespace, offer, owner)
 
     def _end_state(self, found: Loaded) -> EndState:
-        """Return the state and the logits after what came; raises where the memory refuses them."""
+        """Return the state and the logits of a tail record; raise if the memory rejects them."""
         if found.end is None:
             return NO_STATE
         end, state = found.end[0], None
@@ -218,7 +218,7 @@ class TierLink:
         return EndState(state, row)
 
     def _windows(self, found: Loaded) -> list[Range]:
-        """Return the tokens whose window cells came."""
+        """Return the ranges of tokens whose window cells were loaded."""
         size = self._memory.shape.block_size
         if self._memory.shape.window_start is None:
             return []
@@ -227,7 +227,7 @@ class TierLink:
             ranges.append((found.n // size * size, found.n))
         return ranges
 
-    # Down ---------------------------------------------------------------------------------------
+    # Writing ------------------------------------------------------------------------------------
 
     def write(
         self,
@@ -238,11 +238,11 @@ class TierLink:
         states: dict[int, EndState],
         report: ReuseReport = _NOTHING,
     ) -> None:
-        """Give the tiers what stands in memory, or can still be read, of a sequence that closes.
+        """Queue the records of a closing sequence for the tiers, from RAM or from ``source``.
 
-        Windows and end records are written for ``ends``, where prompts are likely to go on. Cells
-        that are not in memory come from ``source``; ``states`` are by their number of tokens.
-        The report tells where the prompt ended, and how much of it is new.
+        Windows and tail records are written for ``ends``, where prompts are likely to resume;
+        ``states`` are by number of tokens. The report has the length of the prompt, and how much
+        of it is new.
         """
         size = self._memory.shape.block_size
         prompt = self._named(tokens, namespace)
@@ -272,7 +272,7 @@ class TierLink:
         self.tiers.write(prompt, records)
 
     def forget(self, paths: Iterable[bytes], namespace: str) -> None:
-        """Remove from the tiers what they may have of some paths and memory does not keep."""
+        """Remove the records of these paths from the tiers, except those that RAM still holds."""
         if not self.has_tiers:
             return
         keys, size = dict[bytes, None](), self._memory.shape.block_size
@@ -286,7 +286,7 @@ class TierLink:
         self.tiers.remove(list(keys))
 
     def _window_blocks(self, end: int, more: int = 0) -> range:
-        """Return the full blocks whose window cells are kept for an end, and more before them."""
+        """Return the full blocks with the window before ``end``, and ``more`` tokens before it."""
         shape = self._memory.shape
         if shape.window_start is None:
             return range(0)
@@ -294,10 +294,10 @@ class TierLink:
         return range(first // shape.block_size, end // shape.block_size)
 
     def _n_more(self, report: ReuseReport) -> int:
-        """Return how many tokens before its window a prompt's window cells are written of, too.
+        """Return for how many tokens before the last window window cells are written as well.
 
-        The next prompt may ask another question about the same document: it parts before the
-        first question, which may be long. They are a fifth of the bytes that are written anyway.
+        The next prompt may ask another question about the same document, and diverge before the
+        first question, which may be long. The limit is a fifth of the other bytes written.
         """
         shape, n = self._memory.shape, report.evaluated
         if shape.window_start is None or shape.needs_state or not shape.window_bytes:
@@ -308,7 +308,7 @@ class TierLink:
 
 
 class _Out:
-    """Contents of records, out of memory or of a sequence, made when they are asked for."""
+    """Contents of records, read from RAM or a sequence on demand."""
 
     def __init__(
         self, memory: CacheMemory, match: Match, source: Source | None, states: dict[int, EndState]
@@ -316,7 +316,7 @@ class _Out:
         self._memory, self.match, self._source, self._states = memory, match, source, states
 
     def cells(self, kind: Kind, begin: int, n: int) -> Buffer | None:
-        """Return cells in one piece; None where they cannot be read."""
+        """Return n cells as one buffer; None if they cannot be read."""
         first, chunks = self.match.chunks(kind, begin, begin + n)
         if first == begin and sum(used for _, _, used in chunks) == n:
             return self._memory.join(kind, chunks)
@@ -332,14 +332,14 @@ class _Out:
         return self._states.get(end, NO_STATE).with_all_of(self.match.end_at(end))
 
     def has_end(self, end: int) -> bool:
-        """Return whether an end needs a record in addition to its full blocks."""
+        """Return whether a prompt end needs a tail record in addition to its full blocks."""
         at = self._state(end)
         if self._memory.shape.needs_state:
             return at.has_state
         return end % self._memory.shape.block_size > 0 or at.row is not None
 
     def end(self, end: int) -> Buffer | None:
-        """Return the content of an end record; None where its cells cannot be read."""
+        """Return the content of a tail record; None if its cells cannot be read."""
         shape = self._memory.shape
         n = end % shape.block_size
         parts = [np.empty(0, np.uint8)] * 2

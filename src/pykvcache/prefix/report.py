@@ -1,4 +1,4 @@
-"""Where the tokens of a prompt came from, and why there were no more."""
+"""Statistics: where the tokens of a prompt came from, and why no more were reused."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pykvcache.sequence.text import piece_of, text_of
 
 __all__ = ["BEFORE", "COUNTED", "CacheStats", "Difference", "Reason", "ReuseReport"]
 
-#: The figures of a report that are summed up.
+#: The fields of a report that are summed.
 COUNTED = ("n_tokens", "live", "ram", "disk", "remote", "evaluated")
-#: Tokens of text that are shown before the one that differs.
+#: Number of tokens shown before the one that differs.
 BEFORE = 8
 
 
@@ -108,11 +108,11 @@ class Difference:
     Attributes
     ----------
     tokens
-        Some tokens of the prompt, up to the one that differs; a copy, since it may be edited later.
+        The last tokens of the prompt up to the one that differs; a copy, since prompts may change.
     at
-        The place of that token.
+        The position of that token.
     other
-        The closest cached prompt's token there.
+        The closest cached prompt's token at this position.
     """
 
     model: LlamaModel
@@ -132,24 +132,24 @@ class Difference:
 
 @dataclass
 class Reason:
-    """Why a prompt shares so many tokens and no more; put into words when it is read.
+    """Why no more tokens of a prompt were reused; formatted when it is read.
 
     Attributes
     ----------
     n
         Tokens of the prompt.
     agrees
-        Leading tokens that it has in common with the closest cached prompt.
+        Length of its common prefix with the closest cached prompt.
     reused
         Tokens that need not be evaluated.
     difference
-        Where it diverges from the closest cached prompt; None where it does not.
+        Where it diverges from the closest cached prompt; None if it does not.
     part
-        What a memory needs in addition to attention cells to go on: "window", "state" or nothing.
+        What a prompt needs besides attention cells to resume: "window", "state" or "".
     known
-        Tokens whose attention cells are known.
+        Tokens whose attention cells are cached.
     obstacles
-        What keeps the prompt from sharing tokens that exist, in words.
+        Why tokens that are cached cannot be shared, as texts.
     """
 
     n: int

@@ -1,4 +1,4 @@
-"""What a cache holds, as a tree to look at: text, and a picture."""
+"""A view of the tree of a cache, as text and as a figure."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ if TYPE_CHECKING:
 
 __all__ = ["CacheTree", "TreeNode", "plot_tree", "view_tree"]
 
-_LINES = 200  # of what is printed
+_LINES = 200  # printed at most
 _TEXT_TOKENS, _LETTERS = 20, 40
 
 
 @dataclass(frozen=True)
 class TreeNode:
-    """A node of the view: tokens that are kept together, after those of its parents.
+    """A node of the view: a run of tokens after those of its parent.
 
     Attributes
     ----------
     namespace
-        Whose they are.
+        Its namespace.
     depth
-        How many nodes come before.
+        Number of its ancestors.
     start, n_tokens
-        First token, and how many.
+        Position of its first token, and number of its tokens.
     n_blocks
-        Full blocks that end here; 0 for a few tokens after the last full block of a prompt.
+        Number of full blocks that end in this node; 0 for a tail shorter than a block.
     n_bytes
         Bytes of its components: cells, window cells, state and logits.
     uses
-        How often a prompt began with them after they were stored.
+        Number of later prompts that used these tokens.
     is_held
-        Whether a sequence in use or a pin holds them, or what follows them.
+        Whether a live sequence or a pin holds it or a node below it.
     has_checkpoint
-        Whether a recurrent state is kept at their end.
+        Whether a recurrent state is cached at its end.
     text
-        The beginning of their text.
+        The beginning of its text.
     n_window
-        Of how many of its last tokens window cells are kept.
+        Number of its last tokens whose window cells are cached.
     """
 
     namespace: str
@@ -67,7 +67,7 @@ class TreeNode:
 
 @dataclass(frozen=True)
 class CacheTree:
-    """The nodes of a cache at one time, parents first. ``print`` shows them."""
+    """A snapshot of the nodes of a cache, parents first. ``print`` shows them."""
 
     nodes: tuple[TreeNode, ...]
     block_size: int
@@ -92,7 +92,7 @@ class CacheTree:
         return "\n".join(lines)
 
     def _indent(self, at: int) -> str:
-        """Return the lines that lead to a node: a bar where one before it has more branches."""
+        """Return the lines that lead to a node: a bar for each ancestor with later siblings."""
         node, marks = self.nodes[at], []
         for depth in range(node.depth + 1):
             goes_on = False
@@ -124,7 +124,7 @@ def _words(node: TreeNode) -> str:
 
 
 def view_tree(tree: PrefixTree, model: LlamaModel, namespace: str | None) -> CacheTree:
-    """Return what is kept of a namespace, or of all."""
+    """Return a view of one space, or of all."""
     nodes: list[TreeNode] = []
     for root in tree.roots(namespace):
         held: set[Node] = set()

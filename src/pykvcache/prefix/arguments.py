@@ -1,4 +1,4 @@
-"""Checks of what a `PrefixCache` is given."""
+"""Checks of the arguments of a `PrefixCache`."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ __all__ = [
 
 
 def as_namespace(namespace: str) -> str:
-    """Return a namespace; TypeError for anything but a string."""
+    """Return a namespace; raise TypeError unless it is a string."""
     if not isinstance(namespace, str):
         raise TypeError(f"namespace must be a str, not {type(namespace).__name__}")
     return namespace if type(namespace) is str else str.__str__(namespace)
 
 
 def as_tokens(context: LlamaContext, tokens: str | TokenInput) -> IntArray:
-    """Return the tokens of a prompt; TypeError for None, other errors as a sequence's."""
+    """Return the tokens of a prompt; raise TypeError for None, otherwise as `LlamaSequence`."""
     if tokens is None:
         raise TypeError("tokens must be text or token ids, not None")
     return LlamaSequence(context, tokens).tokens
 
 
 def as_boundaries(boundaries: Iterable[SupportsIndex], n: int) -> tuple[int, ...]:
-    """Return numbers of tokens in [0, n], sorted, each once."""
+    """Return sorted, distinct numbers of tokens in [0, n]."""
     if isinstance(boundaries, str | bytes) or not isinstance(boundaries, Iterable):
         raise TypeError(f"boundaries must be a list of integers, not {type(boundaries).__name__}")
     return tuple(sorted({as_int(at, "a boundary", 0, n) for at in boundaries}))
 
 
 def as_seconds(value: float, name: str, most: float = math.inf) -> float:
-    """Return a time from 0 to the most; raises TypeError or ValueError, NaN included."""
+    """Return a time in [0, most]; raise TypeError or ValueError otherwise, and for NaN."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} is a number, not {type(value).__name__}")
     if not 0 <= value <= most:
@@ -59,9 +59,9 @@ def as_seconds(value: float, name: str, most: float = math.inf) -> float:
 
 
 def as_tiers(tiers: Sequence[TierInput], *, can_check: bool) -> list[TierInput]:
-    """Return the tiers as a list; TypeError for one that is not in a list.
+    """Return the tiers as a list; raise TypeError if they are not in a list.
 
-    UnsupportedOperation for any where what comes out of them could not be checked.
+    Raises `UnsupportedOperation` for any tier if records cannot be checked (``can_check``).
     """
     if isinstance(tiers, str | os.PathLike | BlockStore):
         raise TypeError(f"tiers is a list of stores, not a {type(tiers).__name__}")
@@ -71,8 +71,8 @@ def as_tiers(tiers: Sequence[TierInput], *, can_check: bool) -> list[TierInput]:
     if stores and not can_check:
         raise UnsupportedOperation(
             "PrefixCache",
-            "how its states are laid out is not known, and what comes out of tiers could not be "
-            "checked: leave out tiers",
+            "it has no tiers for this model: the layout of its states is unknown, so records from "
+            "a tier could not be checked. Leave out tiers=",
             "memory",
         )
     return stores

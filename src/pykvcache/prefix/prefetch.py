@@ -1,4 +1,4 @@
-"""Bringing what the tiers have of a prompt to memory, before it is asked for."""
+"""Prefetching: load a prompt's cached prefix from the tiers into RAM ahead of time."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 __all__ = ["Prefetch", "Prefetches"]
 
-#: How many may wait for their turn; more are given up at once.
+#: Maximum number of queued prefetches; further ones end at once.
 MAX_WAITING = 1024
 
 
 class Prefetch:
-    """One request to bring a prompt to memory; `PrefixCache.prefetch` returns it.
+    """A prefetch of one prompt, returned by `PrefixCache.prefetch`.
 
     Attributes
     ----------
     n_tokens : int
-        How many tokens of the prompt came.
+        Number of tokens loaded.
     is_cancelled : bool
         Whether it was cancelled.
     tokens, namespace
-        The prompt, and whose it is.
+        The prompt and its space.
     load
-        The search, once it has begun.
+        The load, once it has started.
     """
 
     def __init__(self, tokens: bytes, namespace: str) -> None:
@@ -47,33 +47,33 @@ class Prefetch:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether it has ended: loaded, cancelled or given up."""
         return self._done.is_set()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until nothing more will come; False where that takes more than so many seconds."""
+        """Wait until it has ended; return False after a timeout."""
         seconds = math.inf if seconds is None else as_seconds(seconds, "seconds")
         if os.getpid() != self._pid:
-            return self.is_done  # a forked child has no such thread
+            return self.is_done  # after os.fork() the child lacks the thread
         return self._done.wait(min(seconds, threading.TIMEOUT_MAX))
 
     def cancel(self) -> None:
-        """Let it end after what is being read; nothing of it is kept."""
+        """Cancel it: stop after the current read, and keep nothing."""
         self.is_cancelled = True
         if self.load is not None:
             self.load.cancel()
 
     def end(self) -> None:
-        """Let nothing more come."""
+        """Mark it as done."""
         self._done.set()
 
     def __repr__(self) -> str:
-        state = "done" if self.is_done else "cancelled" if self.is_cancelled else "under way"
-        return f"<Prefetch: {state}, {self.n_tokens} tokens came>"
+        state = "done" if self.is_done else "cancelled" if self.is_cancelled else "in progress"
+        return f"<Prefetch: {state}, {self.n_tokens} tokens loaded>"
 
 
 class Prefetches:
-    """The prompts that wait to be brought, and the thread for them, which ends with the last."""
+    """The queued prefetches, and the thread that runs them, which ends with the last one."""
 
     def __init__(self) -> None:
         self._waiting: deque[Prefetch] = deque()
@@ -81,7 +81,7 @@ class Prefetches:
         self._is_working = False
 
     def add(self, one: Prefetch, core: weakref.ref[CacheCore]) -> None:
-        """Let a prompt be brought after those that wait; given up where those are many."""
+        """Queue a prefetch; end it at once if the queue is full."""
         with self._lock:
             if len(self._waiting) >= MAX_WAITING:
                 one.end()
@@ -93,7 +93,7 @@ class Prefetches:
             self._waiting.append(one)
 
     def cancel(self, tokens: bytes = b"", namespace: str | None = None) -> None:
-        """Cancel the prompts of a namespace, or of all, that some tokens are part of."""
+        """Cancel the prefetches, in one space or in all, of prompts on the path of these tokens."""
         with self._lock:
             for one in self._waiting:
                 if namespace in (None, one.namespace) and is_on_path(one.tokens, tokens):
@@ -110,7 +110,7 @@ class Prefetches:
                 if (core := ref()) is not None and not one.is_cancelled:
                     core.bring(one)
                 del core
-            except Exception:  # nothing depends on it
+            except Exception:  # a prefetch is only a hint
                 one.cancel()
             finally:
                 with self._lock:

@@ -1,4 +1,4 @@
-"""Policies of eviction, by name. A new one is a class in a file here, and a line in `POLICIES`."""
+"""Eviction policies by name. To add one: a class in a file here, and a line in `POLICIES`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ POLICIES: Final[dict[str, Callable[[], Policy]]] = {
     "vllm": VLLM,
 }
 
-#: The policy that a cache has if none is named; docs/policies.md says why.
+#: The default policy of a cache; docs/policies.md says why.
 DEFAULT: Final = "hit-density"
 
 
 def make_policy(policy: str | Policy) -> Policy:
-    """Return a new policy of this name, or the object that was given.
+    """Return a new policy of this name, or the given object.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The interface of a policy, and a heap for policies that give every component a priority."""
+"""The interface of a policy, and a heap for policies that score components."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ByPriority", "Leaves", "Policy", "lower"]
 
 
 class Policy:
-    """Decide which components are evicted first; a subclass overrides the methods it needs.
+    """Decides which components are evicted first; a subclass overrides the methods it needs.
 
     Attributes
     ----------
@@ -50,26 +50,26 @@ class Policy:
         """Note that `n_tokens` of a component are about to be evicted; a state has none."""
 
     def evictable(self, one: Component) -> None:
-        """Note that a component may be evicted from now on, until it is held or gets a child."""
+        """Note that a component may be evicted now, until it is held or gets a child."""
 
     def victim(self) -> Component | None:
         """Return the evictable component to evict first; None if there is none."""
         raise NotImplementedError
 
 
-# Of all heaps: when a component moves to another heap, its entry in the first becomes invalid.
+# One counter for all heaps, so that moving a component to another heap invalidates its old entry.
 _stamps = count()
 
 
 class Leaves:
-    """A heap of evictable components. Entries that are out of date are skipped when met."""
+    """A heap of evictable components, which skips outdated entries."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, Any, int, Component]] = []
         self._limit = 64
 
     def push(self, one: Component, priority: Any) -> None:
-        """Put a component in, or move it; the smallest comes out first, of lower priority first."""
+        """Add or move a component; the order is `Component.priority`, then ``priority``."""
         one.stamp = next(_stamps)
         heapq.heappush(self._heap, (one.priority, priority, one.stamp, one))
         if len(self._heap) > self._limit:
@@ -78,20 +78,20 @@ class Leaves:
             self._limit = 2 * len(self._heap) + 64
 
     def first(self) -> Component | None:
-        """Return the first component, which stays."""
-        while self._heap:  # which `push` may replace
+        """Return the first component without removing it."""
+        while self._heap:  # `push` may replace the list
             rank, priority, stamp, one = self._heap[0]
             if one.stamp == stamp and one.is_evictable:
                 if rank == one.priority:
                     return one
-                self.push(one, priority)  # a later prompt gave it another rank
+                self.push(one, priority)  # a later prompt raised its priority
             else:
                 heapq.heappop(self._heap)
         return None
 
 
 def lower(one: Component | None, other: Component | None) -> Component | None:
-    """Return the component of lower priority; of equals the first."""
+    """Return the component of lower priority; if they are equal, the first."""
     if one is None or other is None:
         return one or other
     return other if other.priority < one.priority else one

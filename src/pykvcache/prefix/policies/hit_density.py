@@ -1,4 +1,4 @@
-"""``hit-density``: what it has seen tells how soon blocks like these are used again."""
+"""The default policy: predicts from past reuse how soon a component is used again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pykvcache.prefix.policies.base import Policy
 
 __all__ = ["HitDensity"]
 
-# Ages are counted in uses of the tree, in buckets of half an octave; the first is 0 to 3.
+# Ages are measured on the tree's clock, in buckets of half an octave; the first is 0 to 3.
 _BUCKETS: Final = 40
 _SMALL: Final = [int(2 * math.log2(age / 8 + 1)) for age in range(4096)]
 _WIDTHS: Final = 8 * (2 ** (np.arange(1, _BUCKETS + 1) / 2) - 2 ** (np.arange(_BUCKETS) / 2))
@@ -26,24 +26,24 @@ def _bucket(age: int) -> int:
     return _SMALL[age] if age < 4096 else min(int(2 * math.log2(age / 8 + 1)), _BUCKETS - 1)
 
 
-# A component's class: how often it was used (0, 1, 2 to 3, 4 to 7, 8 to 15, more), whether the last
-# prompt that came by parted before it, and whether it is attention cells, or a window or a state.
+# A component's class: its uses (0, 1, 2 to 3, 4 to 7, 8 to 15, more), whether the last prompt that
+# reached its parent diverged before it, and whether it is attention cells, or a window or state.
 _USES: Final = 6
 _CLASSES: Final = 4 * _USES
 
-#: Bytes of what is noted of a component that left, and of the tables.
+#: Bytes of a ghost (the history of an evicted component), and of the tables.
 _GHOST_BYTES: Final = 280
 _TABLE_BYTES: Final = 100_000
 
-# What is believed where little was seen.
+# Priors, used while there are few samples.
 _PRIOR, _PRIOR_LIVES, _KIND_LIVES = 0.06, 10.0, 2.0
 
-# How a life ends: as a leaf that is used, unused, or used while it has children.
+# How a lifetime ends: hit while evictable, without a hit, hit while it has children.
 _USED, _UNUSED, _USED_INSIDE = range(3)
 
 
 class _Life:
-    """What is noted of a component, from its last use on."""
+    """A lifetime of a component: from its creation or last use to its next use or removal."""
 
     __slots__ = ("began", "cut", "group", "is_over", "passed", "place", "priority", "uses")
 
@@ -55,22 +55,21 @@ class _Life:
 
 
 class HitDensity(Policy):
-    """Least hits to be expected per byte and time first (after LHD, NSDI 2018).
+    """Evicts the component with the fewest expected hits per byte and time (after LHD, NSDI 2018).
 
-    For each class of components it counts after how many uses of the cache they were used again,
-    also for a while after they were evicted. So for every class and age it knows the chance of a
-    use within any time from now. That chance over the expected time until then, for the time where
-    it is highest, is the density (the Gittins index). Of some components drawn at random, the one
-    whose density, in tokens saved per byte, is least is evicted. So it is LRU where recent blocks
-    come back, keeps a part where everything comes round in turn, and keeps what was used often
-    where that tells.
+    For each class of components it counts the ages at which they are used again, also for a while
+    after their eviction. The density is the maximum, over all horizons, of the probability of a use
+    within the horizon divided by the expected time until the use or the horizon (the Gittins
+    index). It evicts the component of least density, in tokens saved per byte, of a random sample.
+    So it acts like LRU if recent blocks return, keeps a fixed part of a cyclic scan, and acts like
+    LFU if past uses predict future ones.
 
     Parameters
     ----------
     sample
-        How many components are drawn.
+        Number of components drawn.
     seed
-        Of the draws: equal traces give equal results.
+        Seed of the draws: equal traces give equal results.
     """
 
     declines = True
@@ -83,13 +82,13 @@ class HitDensity(Policy):
         self._now = self._next = 0
         self._leaves: dict[int, list[Component]] = {}  # by priority
         self._ghosts: OrderedDict[int, _Life] = OrderedDict()
-        # Lives by how they ended: new ones, and all with the older counting less.
+        # Ended lifetimes: those since the last update, and decayed counts of all.
         self._new: list[int] = []
         self._ended = np.zeros((3, _CLASSES, _BUCKETS))
-        # Computed from the first eviction on: a cache with room for everything never needs it.
+        # Computed at the first eviction: a cache that never evicts does not need it.
         self._density: list[float] = []
 
-    # What happens to components -----------------------------------------------------------------
+    # Lifetimes ----------------------------------------------------------------------------------
 
     def _begin(self, life: _Life, one: Component) -> None:
         life.began = self._now
@@ -108,7 +107,7 @@ class HitDensity(Policy):
             self._next = self._now + min(max(self._now // 4, 16), 256)
 
     def added(self, one: Component) -> None:
-        """Begin a life; a component that comes back keeps the history that it had."""
+        """Begin a lifetime; a component that returns keeps its history."""
         self._tick(one.last_use)
         life = one.notes = _Life()
         if one.kind is Kind.ATTENTION:
@@ -120,12 +119,12 @@ class HitDensity(Policy):
 
     @property
     def n_bytes(self) -> int:  # type: ignore[override]
-        """Bytes of the statistics, and of the lives of components that were evicted."""
+        """Bytes of the tables and the ghosts."""
         tables = _TABLE_BYTES if self.max_notes is None else min(_TABLE_BYTES, self.max_notes)
         return tables + _GHOST_BYTES * len(self._ghosts)
 
     def used(self, one: Component) -> None:
-        """Count a life that ended with a use, and begin another."""
+        """Count a lifetime that ended with a hit, and begin another."""
         self._tick(one.last_use)
         life = one.notes
         self._end(life, _USED if life.cut or one.is_evictable else _USED_INSIDE)
@@ -134,14 +133,14 @@ class HitDensity(Policy):
         self._begin(life, one)
 
     def split(self, head: Component, tail: Component) -> None:
-        """Give the head the same life."""
+        """Copy the lifetime to the head."""
         old = tail.notes
         new = head.notes = _Life(old.uses)
         new.passed, new.began, new.group = old.passed, old.began, old.group
         new.cut = tail.is_evictable
 
     def passed(self, one: Component) -> None:
-        """Count a life that ended without a use: a prompt came by and parted before it."""
+        """Count a lifetime that ended without a hit: a prompt diverged before it."""
         life = one.notes
         if one.is_evictable:
             self._end(life, _UNUSED)
@@ -149,7 +148,7 @@ class HitDensity(Policy):
         self._begin(life, one)
 
     def evictable(self, one: Component) -> None:
-        """Add it to those that may be drawn."""
+        """Add it to the components that may be drawn."""
         life = one.notes
         if life.place < 0:
             leaves = self._leaves.setdefault(one.priority, [])
@@ -157,7 +156,7 @@ class HitDensity(Policy):
             leaves.append(one)
 
     def removing(self, one: Component, n_tokens: int) -> None:
-        """Remember what is evicted, to see whether it comes back."""
+        """Add a ghost of what is evicted, to see whether it returns."""
         life, is_whole = one.notes, n_tokens >= one.n_tokens
         if is_whole and life.place >= 0:
             self._withdraw(life)
@@ -166,10 +165,10 @@ class HitDensity(Policy):
                 self._end(life, _UNUSED)
             return
         if not is_whole:
-            # The life goes on with the tokens that stay.
+            # The lifetime continues with the tokens that stay.
             life = _Life(life.uses)
             life.is_over = True
-        key = one.chunk_key(one.n_tokens - n_tokens)  # of the first chunk that leaves
+        key = one.chunk_key(one.n_tokens - n_tokens)  # of the first evicted chunk
         if (older := self._ghosts.pop(key, None)) is not None:
             self._end_ghost(older, _UNUSED)
         self._ghosts[key] = life
@@ -183,7 +182,7 @@ class HitDensity(Policy):
         if not ghost.is_over:
             self._end(ghost, how)
 
-    # The choice ---------------------------------------------------------------------------------
+    # Choosing a victim --------------------------------------------------------------------------
 
     def _withdraw(self, life: _Life) -> None:
         leaves = self._leaves[life.priority]
@@ -194,7 +193,7 @@ class HitDensity(Policy):
         life.place = -1
 
     def _may_leave(self, one: Component) -> bool:
-        """Return whether a component may be drawn where it is; withdraw it otherwise."""
+        """Return whether a drawn component is evictable at its listed priority; else unlist it."""
         life = one.notes
         if one.is_evictable and one.priority == life.priority:
             return True
@@ -204,7 +203,7 @@ class HitDensity(Policy):
         return False
 
     def _drawn(self) -> list[Component]:
-        """Return some evictable components of the lowest priority that there is."""
+        """Return a sample of the evictable components of the lowest priority."""
         while self._leaves:
             lowest = min(self._leaves)
             leaves, drawn = self._leaves[lowest], list[Component]()
@@ -221,10 +220,7 @@ class HitDensity(Policy):
         return []
 
     def victim(self) -> Component | None:
-        """Return the one of those drawn that has the least density.
-
-        Among equals that is the oldest, and of one path the deepest.
-        """
+        """Return the component of least density of a sample; among equals the oldest, deepest."""
         if not self._density:
             self._weigh()
         density, now = self._density, self._now
@@ -238,7 +234,7 @@ class HitDensity(Policy):
         return best
 
     def _learn(self) -> None:
-        """Take in what was counted since the last time; the older counts less from then on."""
+        """Add the new counts; decay the old ones."""
         counts = np.bincount(np.array(self._new, np.int64), minlength=self._ended.size)
         self._ended += counts.reshape(self._ended.shape)
         self._new = []
@@ -247,9 +243,9 @@ class HitDensity(Policy):
         self._ended *= self._decay
 
     def _weigh(self) -> None:
-        """Compute the density of each class and age from what was counted."""
+        """Compute the density of each class and age from the counts."""
         ended = self._ended.copy()
-        # Lives that still go on reached their age as well.
+        # Lifetimes that have not ended reached their age, too (censored samples).
         leaves = chain.from_iterable(self._leaves.values())
         going_on = [one.notes for one in leaves if one.is_evictable]
         going_on += [life for life in self._ghosts.values() if not life.is_over]
@@ -262,7 +258,7 @@ _Table = npt.NDArray[np.float64]
 
 
 def _reached(ended: _Table) -> _Table:
-    """Return how many lives reached an age: those that ended later, and half of its bucket's."""
+    """Return how many lifetimes reached an age: those that ended later, and half of its bucket."""
     later: _Table = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1]
     return later - ended / 2
 
@@ -270,26 +266,25 @@ def _reached(ended: _Table) -> _Table:
 def hit_density(ended: _Table) -> _Table:
     """Return the expected hits per time for each class and age.
 
-    The chance of a use at some age is learned from the leaves of all classes together. A factor for
-    each class, learned from its components with and without children, says how much higher or lower
-    its chance is at all ages (proportional hazards): few lives are enough for that.
+    The probability of a hit at an age is estimated from the leaves of all classes together. Each
+    class has one factor for all ages (proportional hazards), estimated from its components with and
+    without children, which takes few samples.
 
-    ``ended`` counts the lives that ended as leaves that were used, unused, and used with
-    children; its shape is (3, classes, buckets).
+    ``ended`` counts lifetimes by how they ended; its shape is (3, classes, buckets).
     """
     used, unused, inside = ended
-    # Where nothing is known, the chance falls with age, which makes it LRU.
+    # The prior probability decreases with age, which gives LRU.
     guess = _PRIOR * np.exp(-np.arange(_BUCKETS) / 14)
     chance = (used.sum(0) + _PRIOR_LIVES * guess) / (_reached(used + unused).sum(0) + _PRIOR_LIVES)
     chance = np.minimum(chance, 0.9)
     seen = (used + inside).sum(1)
     expected = (_reached(used + unused + inside) * chance).sum(1)
     factor = (seen + _KIND_LIVES) / (expected + _KIND_LIVES)
-    hazard = 1 - (1 - chance) ** factor[:, None]  # of a use within each bucket
+    hazard = 1 - (1 - chance) ** factor[:, None]  # probability of a hit within each bucket
     density: npt.NDArray[np.float64] = np.zeros_like(hazard)
     left, time = np.ones_like(hazard), np.zeros_like(hazard)
     for later in range(_BUCKETS):
-        # From each age up to this one: the chance of a use until then, over the time it stays.
+        # For each age with this horizon: the probability of a hit, over the expected time.
         now, ages = hazard[:, later : later + 1], slice(0, later + 1)
         time[:, ages] += left[:, ages] * (1 - now / 2) * _WIDTHS[later]
         left[:, ages] *= 1 - now

@@ -1,4 +1,4 @@
-"""Policies of two queues, against prompts that come only once: slru and s3fifo."""
+"""Scan-resistant policies with two queues: slru and s3fifo."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pykvcache.prefix.policies.base import Leaves, Policy, lower
 
 __all__ = ["S3FIFO", "SLRU"]
 
-#: Bytes that a remembered key takes.
+#: Bytes of a ghost entry.
 _GHOST_BYTES = 120
 
 
 class SLRU(Policy):
-    """Segmented LRU: what was used again is protected, in up to 80 % of the budget.
+    """Segmented LRU: a second use moves a component to a protected segment of 80 % of the budget.
 
-    New components are on probation and leave first, the least recently used first. A use protects.
-    What is too much there goes back on probation, the least recently used first.
+    New components are on probation and are evicted first. If the protected segment is too large,
+    its least recently used components return to probation. Both segments are LRU.
     """
 
     protected_share = 0.8
@@ -26,12 +26,12 @@ class SLRU(Policy):
         self._limit = 0.0
         self._probation = Leaves()
         self._last_resort = Leaves()
-        self._protected: OrderedDict[Component, int] = OrderedDict()  # and their bytes
+        self._protected: OrderedDict[Component, int] = OrderedDict()  # with their bytes
         self._bytes = 0
         self._clock = 0
 
     def resize(self, max_bytes: int) -> None:
-        """Give the protected queue its share of the budget."""
+        """Set the limit of the protected segment."""
         self._limit = self.protected_share * max_bytes
         self._demote()
 
@@ -40,11 +40,11 @@ class SLRU(Policy):
         one.notes = self._clock
 
     def added(self, one: Component) -> None:
-        """Put a new component into the queue on probation."""
+        """Put a new component on probation."""
         self._stamp(one)
 
     def used(self, one: Component) -> None:
-        """Put a used component into the protected queue."""
+        """Put a used component into the protected segment."""
         self._stamp(one)
         self._protect(one)
         self._protected.move_to_end(one)
@@ -52,7 +52,7 @@ class SLRU(Policy):
         self._demote()
 
     def _protect(self, one: Component) -> None:
-        """Count a component as protected, with the bytes that it has now."""
+        """Count a component as protected, with its current bytes."""
         self._bytes += one.n_bytes - self._protected.get(one, 0)
         self._protected[one] = one.n_bytes
 
@@ -64,7 +64,7 @@ class SLRU(Policy):
             self._enter(one)
 
     def split(self, head: Component, tail: Component) -> None:
-        """Put the head where the tail is, a little more recent."""
+        """Put the head into the tail's segment, next to it."""
         head.notes = tail.notes
         if tail in self._protected:
             for one in (head, tail):
@@ -72,7 +72,7 @@ class SLRU(Policy):
                 self._protected.move_to_end(one, last=False)
 
     def removing(self, one: Component, n_tokens: int) -> None:
-        """Subtract the bytes of what is evicted."""
+        """Subtract the evicted bytes."""
         if (known := self._protected.get(one)) is not None:
             left = one.n_bytes * (one.n_tokens - n_tokens) // one.n_tokens if one.n_tokens else 0
             self._bytes += left - known
@@ -81,7 +81,7 @@ class SLRU(Policy):
                 del self._protected[one]
 
     def evictable(self, one: Component) -> None:
-        """Add the component to the queue that it belongs to."""
+        """Add the component to the heap of its segment."""
         self._enter(one)
 
     def _enter(self, one: Component) -> None:
@@ -90,16 +90,16 @@ class SLRU(Policy):
             leaves.push(one, one.notes)
 
     def victim(self) -> Component | None:
-        """Return the least recently used on probation, or protected if there is none."""
+        """Return the least recently used on probation, or else the least recently protected."""
         return lower(self._probation.first(), self._last_resort.first())
 
 
 class S3FIFO(Policy):
-    """Two first-in-first-out queues and a list of keys that left (Yang et al., SOSP 2023).
+    """Two FIFO queues and a ghost queue (Yang et al., SOSP 2023).
 
     New components enter a small queue of 10 % of the budget. Those used there move to the main
-    queue, the rest leaves; one that comes back soon enters the main queue at once. A use in the
-    main queue buys another round, up to three.
+    queue; the rest are evicted. A component that returns while its key is remembered (a ghost hit)
+    enters the main queue directly. Each use, up to three, gains another round in the main queue.
     """
 
     small_share = 0.1
@@ -114,7 +114,7 @@ class S3FIFO(Policy):
         self._clock = 0
 
     def resize(self, max_bytes: int) -> None:
-        """Give the small queue its share."""
+        """Set the limit of the small queue."""
         self._budget = max_bytes
         self._limit = self.small_share * max_bytes
 
@@ -123,7 +123,7 @@ class S3FIFO(Policy):
         one.notes = (uses, in_main, self._clock)
 
     def added(self, one: Component) -> None:
-        """Put it into the small queue, or the main one if its first chunk left not long ago."""
+        """Put it into the small queue, or the main one after a ghost hit."""
         ghost = self._ghosts.pop(one.chunk_key(), None)
         if ghost is not None:
             self._ghost_bytes -= ghost
@@ -133,7 +133,7 @@ class S3FIFO(Policy):
 
     @property
     def n_bytes(self) -> int:  # type: ignore[override]
-        """Bytes of the keys of components that left."""
+        """Bytes of the ghosts."""
         return _GHOST_BYTES * len(self._ghosts)
 
     def used(self, one: Component) -> None:
@@ -142,11 +142,11 @@ class S3FIFO(Policy):
         one.notes = (min(uses + 1, 3), in_main, place)
 
     def split(self, head: Component, tail: Component) -> None:
-        """Put the head where the tail is."""
+        """Put the head into the tail's queue."""
         head.notes = tail.notes
 
     def removing(self, one: Component, n_tokens: int) -> None:
-        """Remember what leaves the small queue."""
+        """Add a ghost of what is evicted from the small queue."""
         _, in_main, _ = one.notes
         if in_main:
             return
@@ -168,7 +168,7 @@ class S3FIFO(Policy):
         (self._main if in_main else self._small).push(one, place)
 
     def victim(self) -> Component | None:
-        """Return the first of a queue that was not used since it entered; used ones move on."""
+        """Return the first component without uses left; move used ones to the main queue's end."""
         while True:
             small, main = self._small.first(), self._main.first()
             is_full = self._small_bytes > self._limit

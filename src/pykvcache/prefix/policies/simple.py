@@ -1,4 +1,4 @@
-"""Policies of one heap: lru, fifo, lfu, cost-aware, and the orders of other programs."""
+"""Policies with one heap: lru, fifo, lfu, cost-aware, and the orders of other programs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class LRU(ByPriority):
     """Least recently used first."""
 
     def priority(self, one: Component) -> int:
-        """Return when it was used last."""
+        """Return the time of its last use."""
         return one.last_use
 
 
 class FIFO(ByPriority):
-    """First made, first out, used or not."""
+    """First in, first out, whether used or not."""
 
     def priority(self, one: Component) -> int:
-        """Return when it was made."""
+        """Return when it was created."""
         return one.created
 
 
@@ -28,16 +28,16 @@ class LFU(ByPriority):
     """Least often used first; among equals the least recently used."""
 
     def priority(self, one: Component) -> tuple[int, int]:
-        """Return how often it was used, and when last."""
+        """Return the number of its uses, and the time of the last."""
         return one.uses, one.last_use
 
 
 class CostAware(ByPriority):
     """Least evaluation time saved per byte first (GreedyDual-Size-Frequency).
 
-    The worth of a component is how often it was used times the time to evaluate its tokens, divided
-    by its bytes. What is evicted raises the floor that everything used later starts from, so that
-    old fame fades.
+    A component's priority is a floor plus its uses times the time to evaluate its tokens, divided
+    by its bytes. Each eviction raises the floor of components used later, so that past popularity
+    ages.
 
     Parameters
     ----------
@@ -52,11 +52,11 @@ class CostAware(ByPriority):
         self._floor = 0.0
 
     def added(self, one: Component) -> None:
-        """Begin with the floor as priority."""
+        """Store the current floor."""
         one.notes = self._floor
 
     def used(self, one: Component) -> None:
-        """Begin with the floor of now as priority."""
+        """Store the current floor."""
         one.notes = self._floor
         super().used(one)
 
@@ -65,7 +65,7 @@ class CostAware(ByPriority):
         head.notes = tail.notes
 
     def priority(self, one: Component) -> float:
-        """Return floor + uses x time saved / bytes, of its last token."""
+        """Return floor + (uses + 1) x time saved / bytes, by the time of its last token."""
         time = self.linear + 2 * self.quadratic * one.end
         return float(one.notes + (one.uses + 1) * time * one.weight)
 
@@ -74,43 +74,43 @@ class CostAware(ByPriority):
         self._floor = max(self._floor, self.priority(one))
 
 
-# The orders in which other programs evict, for comparison. Here their blocks are stored once, as
-# all blocks are: llama-server and mlx-lm store whole prompts, and what prompts share with each.
+# Eviction orders of other programs, for comparison. Here each block is stored once; llama-server
+# and mlx-lm store whole prompts, shared prefixes included.
 
 
 class VLLM(LRU):
-    """As vLLM: least recently used first, and of one prompt the last block first."""
+    """As vLLM: least recently used first, and within a prompt the last block first."""
 
 
 class _WholePrompts(ByPriority):
-    """Whole prompts, first in, first out: once one began to leave, the rest of it goes next."""
+    """Evicts whole prompts, first in, first out: what is left of one is evicted next."""
 
     whole = True
 
     def added(self, one: Component) -> None:
-        """Store a prompt: its end is here, and no longer in what it goes on from."""
+        """Note that a prompt ends here, and that its parent is no longer the end of one."""
         one.notes = one.last_use
         if one.parent is not None:
             one.parent.notes = -1
 
     def split(self, head: Component, tail: Component) -> None:
-        """No prompt ends between the two."""
+        """Note that no prompt ends at the head."""
         head.notes = -1
 
     def priority(self, one: Component) -> int:
-        """Return when the prompt was stored that ends here; -1 for the rest of one that left."""
+        """Return when the prompt that ends here was stored; -1 if none ends here (any more)."""
         return int(one.notes)
 
 
 class MlxLm(_WholePrompts):
-    """As mlx-lm's prompt cache: in the order of storing, whether used or not."""
+    """As mlx-lm's prompt cache: in the order of storage, whether used or not."""
 
 
 class LlamaServer(_WholePrompts):
-    """As llama-server's prompt cache: a prompt that is loaded is taken out and stored again."""
+    """As llama-server's prompt cache: a used prompt counts as stored anew."""
 
     def used(self, one: Component) -> None:
-        """Store the prompt again, if one ends here."""
+        """Count a prompt that ends here as stored now."""
         if one.notes >= 0:
             one.notes = one.last_use
         super().used(one)

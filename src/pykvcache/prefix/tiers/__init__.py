@@ -1,15 +1,13 @@
-"""Tiers of a prefix cache: stores below its memory, written behind and searched ahead.
+"""Tiers of a prefix cache: stores below RAM, with write-behind queues and background loads.
 
 =================  =================================================================
-`tier.py`          `Tier`: a sealed store, what is known to be in it, how fast it is;
-                   `Notices`: events of what it has
-`cost_model.py`    how long evaluating and loading take, learned; how long to wait
-`writer.py`        `Writer`: a thread per tier, and a queue with a limit
-`loader.py`        `Load`: the search for one prompt, in a thread of its own;
-                   `End`: what a memory holds at one place of a prompt, without full blocks
-`stack.py`         `Tiers`: all of a cache, the nearest first
+`tier.py`          `Tier`: a sealed store, its known keys, its speed and its counters;
+                   `Notices`: its events
+`cost_model.py`    estimates of how long evaluating and loading take
+`writer.py`        `Writer`: a write-behind queue and its thread, one per tier
+`loader.py`        `Load`: the search for one prompt, in a thread; `End`: a tail record
+`stack.py`         `Tiers`: all tiers of a cache, fastest first
 =================  =================================================================
 
-Nothing here knows llama.cpp: blocks are bytes. `pykvcache.prefix.tier_link` lies between this
-and the cache.
+Records are bytes here; `pykvcache.prefix.tier_link` connects the tiers to the cache.
 """

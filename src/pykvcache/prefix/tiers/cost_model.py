@@ -1,4 +1,4 @@
-"""How long evaluating and loading take, learned."""
+"""Estimates, from past requests, of how long evaluating and loading take."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ __all__ = ["EvaluationTime", "Rate", "TierSpeed"]
 class Rate:
     """Seconds per unit: the mean over about the last ``span`` units.
 
-    Each measurement counts by its units, so short ones, which overhead makes slow, count little.
-    The first estimate counts as ``n`` units.
+    Measurements are weighted by their units, so short ones, dominated by overhead, count little.
+    The initial estimate counts as ``n`` units.
     """
 
     def __init__(self, seconds: float, span: float, n: float = 0.0) -> None:
@@ -18,7 +18,7 @@ class Rate:
         self._span = span
 
     def note(self, units: float, seconds: float) -> None:
-        """Learn from a measurement."""
+        """Add a measurement."""
         self.n = min(self.n + units, self._span)
         self.seconds += min(1.0, units / self.n) * (seconds / units - self.seconds)
 
@@ -27,7 +27,7 @@ class EvaluationTime:
     """How long evaluating tokens takes.
 
     Long prompts take more time per token, because of attention. So each power of two of the length
-    has its own rate; other lengths use that of the nearest one. Used under the pool's lock.
+    has its own rate; other lengths use the nearest one. The caller holds the sequence pool's lock.
     """
 
     def __init__(self, seconds_per_token: float) -> None:
@@ -35,7 +35,7 @@ class EvaluationTime:
         self._rates: dict[int, Rate] = {}
 
     def note(self, begin: int, end: int, seconds: float) -> None:
-        """Learn from an evaluation of the tokens ``[begin, end)``."""
+        """Add the measured time of evaluating the tokens ``[begin, end)``."""
         if end - begin >= 16:
             rate = self._rates.setdefault(end.bit_length(), Rate(0.0, span=4096))
             rate.note(end - begin, seconds)
@@ -54,9 +54,9 @@ class EvaluationTime:
 
 
 class TierSpeed:
-    """How long reading from a store takes: a request to search it, and so much per byte.
+    """How long reading from a store takes: a time per search request, and a time per byte.
 
-    What requests take that read blocks is part of the time per byte: they read much at once.
+    The overhead of requests that read blocks is included in the time per byte.
     """
 
     def __init__(self, per_request: float, per_byte: float) -> None:
@@ -64,12 +64,12 @@ class TierSpeed:
         self._byte = Rate(per_byte, span=16 << 20, n=1 << 20)
 
     def note(self, n_bytes: int, seconds: float) -> None:
-        """Learn from a request that gave so many bytes."""
+        """Add the time of a request that read n_bytes, or of a search if that is 0."""
         if n_bytes:
             self._byte.note(n_bytes, seconds)
         else:
             self._request.note(1, seconds)
 
     def seconds(self, n_bytes: int) -> float:
-        """Return the estimate for a search, in two requests, and reading so much."""
+        """Return the estimate for a search, in two requests, and for reading n_bytes."""
         return 2 * self._request.seconds + n_bytes * self._byte.seconds

@@ -1,4 +1,4 @@
-"""The search for one prompt in all tiers, in a thread of its own."""
+"""Searches all tiers for one prompt, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -26,32 +26,31 @@ __all__ = ["END_OVERHEAD", "Deliver", "End", "Load", "Loaded", "Wanted"]
 
 Bytes = npt.NDArray[np.uint8]
 
-#: Refers to what takes a search that came too late; None once that is gone.
+#: A weak reference to the function that receives late results.
 Deliver: TypeAlias = Callable[[], "Callable[[Load], object] | None"]
 
-# After how many places that turn out to be of no use the search is given up.
+# Maximum number of candidate resume points that are tried.
 _MAX_TRIES = 3
 
 
 _HEADER = struct.Struct("<4sI8xQQQQ")
 _MAGIC = b"pkve"
 
-#: By how many bytes an encoded end is longer than what is in it.
+#: Bytes by which an encoded tail record is longer than its parts.
 END_OVERHEAD = _HEADER.size
 
 
 @dataclass(frozen=True)
 class End:
-    """An end record: what a memory holds at one place, without the full blocks before.
+    """A tail record: the cells after a prompt's last full block, its state and its logits.
 
     ::
 
         header, 48 bytes                                                   cells  state  row  window
         magic n_cells zeros zeros len(cells) len(state) len(row) len(window)
 
-    Little-endian. The cells are those after the last full block, of layers without and with a
-    window; the state is that of recurrent parts; the row is the logits after the last token,
-    float32. Any of them may be missing.
+    Little-endian. Cells are those of layers without a window, window those of layers with one, row
+    the logits after the last token (float32). Any of the parts may be missing.
     """
 
     n_cells: int
@@ -61,11 +60,11 @@ class End:
     row: npt.NDArray[np.float32] | None = None
 
     def has_row(self, n: int) -> bool:
-        """Return whether it has that many logits, all of them finite."""
+        """Return whether it has n logits, all of them finite."""
         return self.row is not None and len(self.row) == n and bool(np.isfinite(self.row).all())
 
     def encode(self) -> bytes:
-        """Return the bytes that a store gets."""
+        """Return the content of the record."""
         state = b"" if self.state is None else self.state.data
         row = b"" if self.row is None else self.row.astype("<f4").tobytes()
         parts = self.cells.data, state, row, self.window.data
@@ -74,7 +73,7 @@ class End:
 
     @classmethod
     def decode(cls, content: Buffer) -> End | None:
-        """Return what bytes say, as copies; None where they make no sense."""
+        """Decode a record, copying its parts; return None if it is malformed."""
         data = np.frombuffer(memoryview(content), np.uint8)
         if len(data) < _HEADER.size:
             return None
@@ -97,24 +96,25 @@ class End:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a prompt could use.
+    """What to load for a prompt.
 
     Attributes
     ----------
     n_blocks
-        Full blocks that may be loaded.
+        Maximum number of full blocks to load.
     begin, window_begin, window_end
-        Full blocks whose attention and window cells are in memory.
+        RAM has the attention cells of the first ``begin`` full blocks, and the window cells of
+        those in ``[window_begin, window_end)``.
     known
-        Tokens that need no evaluation without the tiers: what is not more is of no use.
+        Tokens that RAM or live sequences already provide; a shorter prefix is useless.
     limit
-        Most tokens that can be used.
+        Maximum number of tokens that the prompt can use.
     end_bytes
-        Upper bound on the bytes of an end record without its cells.
+        Upper bound on the bytes of a tail record without its cells.
     is_good
-        Tells whether bytes are that many cells of a part, whose values a memory may have.
+        Returns whether bytes are n cells of this kind, with finite values.
     n_row
-        How many logits an end of the whole prompt has; 0 where they are of no use.
+        Number of logits in the tail record of the whole prompt; 0 if they are not kept.
     """
 
     prompt: NamedPrompt
@@ -130,7 +130,7 @@ class Wanted:
     n_row: int = 0
 
     def places(self, n_blocks: int) -> Iterator[int]:
-        """Yield where an end could be of use, deepest first, given so many attention blocks."""
+        """Yield the tail records that could be of use after n_blocks blocks, deepest first."""
         size = self.shape.block_size
         most = min(self.limit, n_blocks * size + size - 1)
         for n in range(most, max(self.known, size - 1), -1):
@@ -139,7 +139,7 @@ class Wanted:
                 yield n
 
     def window_blocks(self, n: int) -> range:
-        """Return the full blocks whose window cells are needed to go on after n tokens."""
+        """Return the full blocks whose window cells are needed to resume after n tokens."""
         size, start = self.shape.block_size, self.shape.window_start
         if start is None:
             return range(0)
@@ -147,13 +147,13 @@ class Wanted:
         return range(start(min(n, len(self.prompt) - 1)) // size, n // size)
 
     def missing_windows(self, n: int) -> list[int]:
-        """Return those of `window_blocks` that are not in memory, the last first."""
+        """Return those of `window_blocks` that RAM lacks, the last first."""
         known = range(self.window_begin, self.window_end)
         return [at for at in reversed(self.window_blocks(n)) if at not in known]
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the cells that come where the tiers have the whole prompt."""
+        """Bytes of the cells to load if the tiers have the whole prompt."""
         shape, n = self.shape, len(self.prompt)
         windows = len(self.missing_windows(n)) + (n % shape.block_size > 0)
         return (
@@ -168,9 +168,9 @@ class Wanted:
 
 @dataclass
 class Loaded:
-    """What has come of a search, all of it right: n tokens can be gone on from with it.
+    """The verified result of a search, with which a prompt can resume after n tokens.
 
-    Cells of full blocks are by index of the block; each comes with the tier that it is from.
+    Cells of full blocks are by block index; each is paired with the tier that it came from.
     """
 
     n: int = 0
@@ -179,7 +179,7 @@ class Loaded:
     end: tuple[End, Tier] | None = None
 
     def count(self, medium: str, block_size: int) -> int:
-        """Return how many tokens come from tiers of that medium."""
+        """Return how many of its tokens came from tiers of this medium."""
         n = block_size * sum(tier.medium == medium for _, tier in self.attention.values())
         if self.end is not None and self.end[1].medium == medium:
             n += self.end[0].n_cells
@@ -187,11 +187,11 @@ class Loaded:
 
 
 class Load:
-    """One search of the tiers, the nearest first. `start` lets a thread make it.
+    """One search of the tiers, fastest first, which `start` runs in a thread.
 
-    A search whose requester did not wait for it is delivered by its thread. What has come is
-    ``found``, and ``obstacles`` say why nothing came: to be read once ``done`` is set.
-    ``is_cancelled`` tells that nothing of it is wanted any more.
+    Once ``done`` is set, ``found`` is its result, and ``obstacles`` say why nothing was found. If
+    its requester has stopped waiting, the thread delivers the result. ``is_cancelled`` is True once
+    its result is not wanted any more.
     """
 
     def __init__(
@@ -209,20 +209,20 @@ class Load:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Let a thread search."""
+        """Search in a new thread."""
         threading.Thread(target=self.run, name="pykvcache-load", daemon=True).start()
 
     @property
     def left(self) -> float:
-        """Seconds to wait at most; 0 where it is done, or late."""
+        """Seconds to wait at most; 0 once it is done or late."""
         return 0.0 if self.done.is_set() else max(0.0, self.until - time.monotonic())
 
     def cancel(self) -> None:
-        """Let the thread stop after what it is reading; nothing is delivered."""
+        """Stop the search after the current read; nothing is delivered."""
         self.is_cancelled = True
 
     def leave(self) -> bool:
-        """Stop waiting; return whether it was done. What comes later is delivered."""
+        """Stop waiting, so that a late result is delivered; return whether it was done."""
         with self._lock:
             self._is_late = not self.done.is_set()
             return not self._is_late
@@ -230,7 +230,7 @@ class Load:
     def run(self) -> None:
         """Search, and read what was found."""
         try:
-            with contextlib.suppress(ClosedError):  # the cache and its context went first
+            with contextlib.suppress(ClosedError):  # the cache or its context was closed
                 self._search()
         finally:
             with self._lock:
@@ -253,7 +253,7 @@ class Load:
                 self.obstacles += filter(None, [tier.obstacle() for tier in self.tiers])
             return
         found = Loaded(n, end=end)
-        # Both in any case: whatever is wrong is removed at once, and written again.
+        # Read both even if the first fails, so that damaged records of both kinds are removed.
         has_all = [self._read_windows(found), self._read_attention(found, spans)]
         if not all(has_all):
             return
@@ -262,7 +262,7 @@ class Load:
         self.found = found
 
     def _look(self) -> list[tuple[Tier, range]]:
-        """Return which attention blocks are where: each tier goes on where the one above ends."""
+        """Return each tier's span of attention blocks, which starts where the one before ends."""
         spans, at = list[tuple[Tier, range]](), self.wanted.begin
         for tier in self.tiers:
             if n := tier.contains(self.wanted.prompt.names[at : self.wanted.n_blocks]):
@@ -270,10 +270,10 @@ class Load:
                 at += n
         return spans
 
-    # Where to go on -----------------------------------------------------------------------------
+    # Resume points ------------------------------------------------------------------------------
 
     def _place(self, depth: int) -> tuple[int, tuple[End, Tier] | None]:
-        """Return the deepest place that all is there for, and the end record that belongs to it."""
+        """Return the deepest resume point with all its records, and its tail record."""
         wanted = self.wanted
         shape, size = wanted.shape, wanted.shape.block_size
         places, below = list(wanted.places(depth)), min(wanted.limit + 1, depth * size)
@@ -298,7 +298,7 @@ class Load:
         return 0, None
 
     def _deepest_end(self, places: Sequence[int]) -> int | None:
-        """Return the first of some places that a tier has an end record for."""
+        """Return the first of some positions for which a tier has a tail record."""
         keys = [self.wanted.prompt.end_key(n) for n in places]
         best: int | None = None
         for tier in self.tiers:
@@ -308,7 +308,7 @@ class Load:
         return None if best is None else places[best]
 
     def _end(self, n: int) -> tuple[End, Tier] | None:
-        """Return the end record after n tokens; None where it is missing or wrong."""
+        """Return the tail record after n tokens; None if it is missing or wrong."""
         wanted, shape, key = self.wanted, self.wanted.shape, self.wanted.prompt.end_key(n)
         n_cells = n % shape.block_size
         size = n_cells * (shape.attention_bytes + shape.window_bytes)
@@ -327,12 +327,12 @@ class Load:
                 tier.discard([key])
                 continue
             if shape.needs_state and n == len(wanted.prompt) and not end.has_row(wanted.n_row):
-                continue  # a state cannot go back a token, to have its logits evaluated
+                continue  # a state cannot be truncated by a token to evaluate its logits
             return end, tier
         return None
 
     def _has_windows(self, n: int) -> int:
-        """Return n where the window cells before it are there, or the end of the last gap."""
+        """Return n if the tiers have the window before it, otherwise the end of the last gap."""
         wanted, size = self.wanted, self.wanted.shape.block_size
         missing = wanted.missing_windows(n)
         keys = wanted.window_keys(missing)
@@ -342,7 +342,7 @@ class Load:
     # Reading ------------------------------------------------------------------------------------
 
     def _read_windows(self, found: Loaded) -> bool:
-        """Read the window cells before a place; return whether all came."""
+        """Read the window cells that the result needs; return whether all were loaded."""
         wanted, blocks = self.wanted, self.wanted.missing_windows(found.n)
         for tier in self.tiers:
             if not blocks:
@@ -355,9 +355,9 @@ class Load:
         return not blocks
 
     def _read_attention(self, found: Loaded, spans: Sequence[tuple[Tier, range]]) -> bool:
-        """Read the attention cells before a place, the first ones first.
+        """Read the attention cells that the result needs, in order; return whether it is useful.
 
-        Where some do not come, a memory without windows and states goes on from those before.
+        If some are missing, a memory without windows and states resumes before them.
         """
         wanted, size = self.wanted, self.wanted.shape.block_size
         for tier, there in spans:
@@ -373,7 +373,7 @@ class Load:
     def _read(
         self, tier: Tier, kind: Kind, blocks: Sequence[int], keys: Sequence[bytes]
     ) -> list[tuple[int, Bytes]]:
-        """Read blocks of one tier in groups, as far as they are there and right."""
+        """Read the leading run of intact blocks from one tier, in groups."""
         wanted, n = self.wanted, self.wanted.shape.block_size
         size = n * wanted.shape.cell_bytes(kind)
         step = max(1, GROUP_BYTES // max(1, size))
@@ -387,7 +387,7 @@ class Load:
             n_good = is_good.index(False) if False in is_good else len(read)
             found += zip(blocks[begin : begin + n_good], read, strict=False)
             if n_good < len(read):
-                # Their writer had the right to write them, and they are none of ours, or hold NaN.
+                # The checksum is valid, but the cells have another layout or contain NaN.
                 bad = [key for key, good in zip(part, is_good, strict=False) if not good]
                 tier.refuse(bad)
                 tier.discard(bad)

@@ -1,4 +1,4 @@
-"""All tiers of a cache, the nearest first."""
+"""Tiers: all tiers of a cache, fastest first."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Record", "TierInput", "Tiers"]
 
-#: What names a tier: a folder, an address, or a store.
+#: A folder, an address, or a store.
 TierInput = str | os.PathLike[str] | BlockStore
 
-#: The key of a record, and what makes its content: None where it is not available.
+#: The key of a record, and a function that returns its content, or None if it is unavailable.
 Record: TypeAlias = tuple[bytes, "Callable[[], Buffer | None]"]
 
-#: For how long `close` waits for what is still to be written.
+#: Seconds that `close` waits until the queues are written.
 CLOSE_SECONDS = 30.0
 
 
 class Tiers:
-    """The stores below one cache: every record goes to all, and comes from the nearest.
+    """The tiers of one cache: records are written to all, and read from the fastest.
 
-    ``queue_bytes`` bounds the bytes that wait to be written to each; ``sink`` takes events of what
-    they have; ``progress`` and ``urgent_bytes`` are as of a `Writer`.
+    ``queue_bytes`` bounds the queue of each tier; ``sink`` receives their events; ``progress`` and
+    ``urgent_bytes`` are those of `Writer`.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class Tiers:
         return len(self.tiers)
 
     def estimate(self, n_bytes: int) -> float:
-        """Return how many seconds reading so much is thought to take: of the fastest tier."""
+        """Return the estimated seconds to read n_bytes from the fastest tier."""
         return min(tier.speed.seconds(n_bytes) for tier in self.tiers)
 
     def write(self, prompt: NamedPrompt, records: Sequence[Record]) -> None:
-        """Queue the records that a tier is not known to have, the most needed first.
+        """Queue the records that a tier is not known to have, in the order of their importance.
 
         All of them count as used, in the order of `BlockStore.touch`.
         """
@@ -76,7 +76,7 @@ class Tiers:
                 if not lacks[i]:
                     continue
                 if writer.n_bytes + chain.n_bytes > writer.max_bytes:
-                    writer.dropped += 1  # nothing more is taken out that would be dropped
+                    writer.dropped += 1  # do not copy cells out of memory only to drop them
                 else:
                     takers.append(chain)
             data = content() if takers else None
@@ -86,17 +86,17 @@ class Tiers:
             writer.offer(chain)
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Let the threads remove records, after what waits before them."""
+        """Queue the removal of records."""
         for writer in self.writers:
             writer.offer(Chain(removes=list(keys)))
 
     def refuse(self, tier: Tier, keys: Sequence[bytes]) -> None:
-        """Let the thread of a tier remove records whose content the memory refuses."""
+        """Count records of a tier whose content the memory rejects, and queue their removal."""
         tier.refuse(keys)
         self.writers[self.tiers.index(tier)].offer(Chain(removes=list(keys)))
 
     def cancel(self, namespace: str | None) -> None:
-        """Forget what waits to be written of a namespace, or all."""
+        """Drop the queued records of a space, or of all."""
         for writer in self.writers:
             writer.cancel(namespace)
 
@@ -106,24 +106,24 @@ class Tiers:
         return all([writer.flush(until - time.monotonic()) for writer in self.writers])
 
     def close(self) -> None:
-        """Write what waits, for `CLOSE_SECONDS` at most, and close the cache's own stores."""
+        """Write the queues, for at most `CLOSE_SECONDS`, and close the cache's own stores."""
         until = time.monotonic() + CLOSE_SECONDS
         for tier, writer in zip(self.tiers, self.writers, strict=True):
             writer.close(until - time.monotonic())
             tier.close()
 
     def retire(self) -> None:
-        """Let the threads write what waits, and then close: the cache was dropped."""
+        """Accept no more records; the threads write the queues and then close."""
         for writer in self.writers:
             writer.retire()
 
     def forget_notices(self) -> None:
-        """Forget which events were sent: what is used from now on is said again."""
+        """Forget which blocks were announced, so that they are announced again when used."""
         for tier in self.tiers:
             tier.notices.forget()
 
     def say_again(self, withdrawn: Iterable[tuple[str, bytes]]) -> None:
-        """Say of blocks, by medium and name, that they are there when they are used again."""
+        """Announce these blocks, by medium and hash, again at their next use."""
         keys = defaultdict[str, list[bytes]](list)
         for medium, key in withdrawn:
             keys[medium].append(key)
@@ -131,7 +131,7 @@ class Tiers:
             tier.notices.say_again(keys[tier.notices.medium])
 
     def stats(self) -> tuple[TierStats, ...]:
-        """Return the figures of every tier."""
+        """Return the counters of every tier."""
         return tuple(
             tier.stats(writer.n_items, writer.n_bytes, writer.dropped)
             for tier, writer in zip(self.tiers, self.writers, strict=True)

@@ -1,4 +1,4 @@
-"""One tier: a sealed store, what is known to be in it, and how fast it is."""
+"""One tier: a sealed store, its known keys, its speed, its counters and its events."""
 
 from __future__ import annotations
 
@@ -28,60 +28,60 @@ _T = TypeVar("_T")
 
 _log = logging.getLogger("pykvcache.prefix")
 
-#: How much is asked for at once.
+#: Bytes per read request.
 GROUP_BYTES = 2 << 20
 
-#: For how many blocks, and for how many seconds, it is remembered that a store has them.
+#: How many keys of a store are remembered as present, and for how many seconds.
 KNOWN, KNOWN_SECONDS = 1 << 15, 60.0
 
-# How many blocks tell what the store is used for.
+# Number of blocks sampled to find out why none can be used.
 _N_SAMPLES = 8
 
-# Seconds per request and per byte before anything was measured. Optimistic: a request that waits in
-# vain waits a tenth of its evaluation, and one that asks for nothing evaluates it all.
+# Initial estimates: seconds per request, and per byte. They are optimistic: a read that is too slow
+# costs a tenth of an evaluation once, a read that is not tried costs all of it.
 _SPEED = {"disk": (5e-4, 1 / 1.5e9), "remote": (1e-3, 1 / 1e9)}
 
 
-#: So many blocks are remembered per tier; of those that are forgotten, `BlockRemoved` is sent.
+#: Maximum number of announced blocks per tier; forgetting one publishes `BlockRemoved` for it.
 MAX_BLOCKS = 1 << 15
 
-#: How many blocks are looked at again at once: whether they are still there.
+#: Number of announced blocks whose presence is checked at once.
 LOOK = 64
 
 _MEDIA = {"disk": "DISK"}
 
-#: Takes an event.
+#: A function that receives events.
 Sink: TypeAlias = Callable[[CacheEvent | Stored], object]
 
 
 @dataclass(frozen=True)
 class TierStats:
-    """Figures of one tier since the cache was made. Blocks and ends of prompts, unless said.
+    """Counters of one tier since the cache was created. They count records unless stated otherwise.
 
     Attributes
     ----------
     medium
         ``"disk"`` or ``"remote"``.
     store
-        Which store, in words.
+        The store's ``repr``.
     read, read_bytes
-        Taken from it.
+        Records read, and their bytes.
     written, written_bytes
-        Given to it, where it did not have them.
+        Records stored that the store lacked, and their bytes.
     pending, pending_bytes
-        Wait to be written.
+        Records queued for writing, and their bytes.
     dropped
-        Not written, because the queue was full.
+        Records not written because the queue was full.
     rejected
-        Damaged, truncated, foreign or forged: not taken.
+        Records whose check failed: damaged, truncated, foreign or forged.
     refused
-        Whole, and of a content that the memory must not have, such as NaN: not taken.
+        Records that are intact but hold values such as NaN.
     failed, timed_out, skipped
-        Requests that failed, had no answer in time, or were not made because of those.
+        Requests that failed, were not answered in time, or were not made because others failed.
     too_slow
-        Requests that were not made because evaluating is faster.
+        Prompts for which the tier was not read because evaluating them is faster.
     full, denied
-        Not written, because the disk or the server is full, or because that is not allowed.
+        Records not written because the disk or the server is full, or denies access.
     """
 
     medium: str
@@ -104,10 +104,10 @@ class TierStats:
 
 
 class Tier:
-    """A store below a cache's memory. What a store raises ends here, counted and logged once.
+    """A store below RAM. Errors of the store are counted and logged once, not raised.
 
-    An ``owned`` store is closed with it. Raises `StoreError` or TypeError for a store whose facts
-    a cache cannot work with.
+    An ``owned`` store is closed with it. Raises `StoreError` or TypeError if ``medium`` or
+    ``n_probes`` of the store is invalid.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Tier:
         self.read = self.read_bytes = self.written = self.written_bytes = 0
         self.refused = self.raised = self.too_slow = 0
         self._known: OrderedDict[bytes, float] = OrderedDict()
-        self._obstacle: str | None = None  # unknown until the store is asked
+        self._obstacle: str | None = None  # unknown until the store is sampled
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -135,7 +135,7 @@ class Tier:
     # Reading --------------------------------------------------------------------------------
 
     def contains(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the leading keys are there."""
+        """Return how many of the leading keys the store has."""
         if not keys:
             return 0
         began, failures = time.perf_counter(), self._failures()
@@ -145,7 +145,7 @@ class Tier:
         return n
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each key whether it is there; only so many are asked for as is cheap."""
+        """Return for each key whether the store has it; only the first `n_probes` are checked."""
         asked, there = keys[: self.n_probes], list[bool]()
         if asked:
             there = self._call(lambda: [bool(one) for one in self.sealed.present(asked)], there)
@@ -153,9 +153,9 @@ class Tier:
         return (there + [False] * len(keys))[: len(keys)]
 
     def get(self, keys: Sequence[bytes], size: int, *, exact: bool = False) -> list[memoryview]:
-        """Return the contents of the leading run that is right.
+        """Return the contents of the leading run of intact records.
 
-        ``size`` is that of each content in bytes: an upper bound, or exact.
+        ``size`` is the size of each content in bytes: an upper bound, or exact.
         """
         began, failures = time.perf_counter(), self._failures()
         nothing = list[memoryview]()
@@ -172,15 +172,15 @@ class Tier:
         return found
 
     def _note_missing(self, keys: Sequence[bytes], failures: int) -> None:
-        """Note that blocks are not there, unless the store has failed since."""
+        """Note that blocks are missing, unless the store has failed since."""
         if keys and self._failures() == failures:
             self.notices.removed(keys)
             self._is_gone(keys)
 
     def obstacle(self) -> str:
-        """Return why no block of a folder can be of use, in words; empty where some may be.
+        """Return why no block of a folder can be used, as a text; empty if some may be.
 
-        Servers and buckets are not asked: listing them may take long.
+        Servers and buckets are not sampled, because listing them may take long.
         """
         if self._obstacle is None:
             self._obstacle, none = "", set[str]()
@@ -191,25 +191,25 @@ class Tier:
         return self._obstacle
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Mark blocks as used."""
+        """Refresh the last-use time of records."""
         self._call(lambda: self.sealed.touch(keys), None)
 
     # Writing --------------------------------------------------------------------------------
 
     def unknown(self, keys: Iterable[bytes]) -> list[bool]:
-        """Return for each key whether it is worth writing: not when it was there just now."""
+        """Return for each key whether to write it: False if it was seen in the last minute."""
         now = time.monotonic()
         with self._lock:
             return [abs(self._known.get(key, 0.0)) <= now for key in keys]
 
     def _is_gone(self, keys: Iterable[bytes]) -> None:
-        """Let all be written again where a known one is gone: more may have gone with it."""
+        """Forget all known keys if one of these was known: others may be missing, too."""
         with self._lock:
             if any(self._known.get(key, 0.0) > 0 for key in keys):
                 self._known.clear()
 
     def note_known(self, keys: Iterable[bytes], *, are_there: bool = True) -> None:
-        """Remember for a while that blocks are there, or (below 0) that they were offered."""
+        """Remember for a while that keys are present, or (as negative times) were offered."""
         until = (time.monotonic() + KNOWN_SECONDS) * (1 if are_there else -1)
         with self._lock:
             for key in keys:
@@ -219,7 +219,7 @@ class Tier:
                 self._known.popitem(last=False)
 
     def put(self, items: Sequence[tuple[bytes, Buffer]], prompt: NamedPrompt | None = None) -> None:
-        """Store what is not there yet; the prompt has the names of full blocks, for events."""
+        """Store the missing records; the prompt has the hashes of full blocks, for events."""
         keys = [key for key, _ in items]
         there = self.present(keys)
         new = [item for item, known in zip(items, there, strict=True) if not known]
@@ -230,7 +230,7 @@ class Tier:
             self.written += n
             size = sum(memoryview(data).nbytes for _, data in new)
             self.written_bytes += size * n // max(1, len(new))
-        # What was not stored is offered again after a while, not at each turn.
+        # Records that were not stored are offered again only after a while.
         self.note_known(keys, are_there=n == len(new))
         if prompt is not None:
             there = self.present(keys) if n < len(new) else [True] * len(keys)
@@ -239,7 +239,7 @@ class Tier:
         self._look_around()
 
     def _look_around(self) -> None:
-        """Look for known blocks that are gone: a full store evicts."""
+        """Announce the removal of blocks that a full store has evicted."""
         while self.n_probes >= LOOK:
             failures = self._failures()
             keys = self.notices.oldest()
@@ -251,29 +251,29 @@ class Tier:
             self._is_gone(gone)
 
     def refuse(self, keys: Sequence[bytes]) -> None:
-        """Count blocks whose content is wrong; they can be written again once they are removed."""
+        """Count records with a wrong content, and forget that they are present."""
         self._is_gone(keys)
         with self._lock:
             self.refused += len(keys)
 
     def discard(self, keys: Sequence[bytes]) -> None:
-        """Remove blocks."""
+        """Remove records."""
         self._is_gone(keys)
         self._call(lambda: self.sealed.discard(keys), 0)
         self.notices.removed(keys)
 
     def close(self) -> None:
-        """Close the store, where it is the cache's own."""
+        """Close the store if the cache owns it."""
         if self.owned:
             self._call(self.sealed.close, None)
 
     def _failures(self) -> int:
-        """Return how often the store gave no answer: then nothing is known to be gone."""
+        """Return the number of failures, after which a missing answer does not mean removal."""
         counters = self.sealed.counters
         return self.raised + counters.failed + counters.timed_out + counters.skipped
 
     def _call(self, ask: Callable[[], _T], otherwise: _T) -> _T:
-        """Ask the store. A store of this package raises nothing; errors of any other end here."""
+        """Call the store; count an exception, which only other packages' stores raise."""
         try:
             return ask()
         except Exception as error:
@@ -283,7 +283,7 @@ class Tier:
             return otherwise
 
     def stats(self, pending: int, pending_bytes: int, dropped: int) -> TierStats:
-        """Return the figures so far."""
+        """Return the counters."""
         counters = self.sealed.counters
         return TierStats(
             medium=self.medium,
@@ -307,23 +307,23 @@ class Tier:
 
 
 class Notices:
-    """Send `BlockStored` once for what a tier has, and `BlockRemoved` when it is gone.
+    """Publishes `BlockStored` once for each block of a tier, and `BlockRemoved` when it is gone.
 
-    Any thread may call. Events of one tier go out in their order, by one thread at a time, and no
-    lock is held then: a callback may call the cache.
+    Thread-safe. Events of one tier are published in order, by one thread at a time, without a
+    lock: a callback may call the cache.
     """
 
     def __init__(self, medium: str, sink: Sink) -> None:
         self.medium = _MEDIA.get(medium, "EXTERNAL")
         self._sink = sink
-        # And whether its event was withdrawn: it is said again when it is used again.
+        # Block hash -> whether its BlockStored event was withdrawn unread.
         self._known: OrderedDict[bytes, bool] = OrderedDict()
         self._waiting: deque[CacheEvent | Stored] = deque()
         self._lock = threading.Lock()
         self._sending = threading.Lock()
 
     def stored(self, prompt: NamedPrompt, blocks: Iterable[int]) -> None:
-        """Note that blocks of a prompt are there, by their index."""
+        """Announce blocks of a prompt, given by index, that were not announced yet."""
         with self._lock:
             begin = end = 0
             for at in blocks:
@@ -351,7 +351,7 @@ class Notices:
             self._waiting.append(Stored(root, parent, text, size, prompt.namespace, self.medium))
 
     def removed(self, keys: Iterable[bytes]) -> None:
-        """Note that blocks are not there, or not right."""
+        """Announce the removal of blocks that are missing or wrong."""
         with self._lock:
             gone = tuple(key for key in keys if self._known.pop(key, None) is not None)
             if gone:
@@ -359,7 +359,7 @@ class Notices:
         self._send()
 
     def oldest(self) -> list[bytes]:
-        """Return some that were noted or used longest ago; the next call returns the next ones."""
+        """Return the `LOOK` least recently announced or used blocks, and make them the latest."""
         with self._lock:
             keys = list(islice(self._known, LOOK))
             for key in keys:
@@ -367,18 +367,18 @@ class Notices:
             return keys
 
     def forget(self) -> None:
-        """Forget what was sent, once the events told that everything was cleared."""
+        """Forget all announced blocks, after `AllBlocksCleared`."""
         with self._lock:
             self._known.clear()
 
     def say_again(self, keys: Iterable[bytes]) -> None:
-        """Say of some blocks that they are there when they are used again; and if they go."""
+        """Announce these blocks again at their next use, and announce their removal."""
         wanted = set(keys)
         with self._lock:
             self._known.update((key, True) for key in self._known.keys() & wanted)
 
     def _send(self) -> None:
-        """Send the waiting events in their order: by one thread at a time, until none is left."""
+        """Publish the queued events in order, by one thread at a time, until none is left."""
         while self._waiting and self._sending.acquire(blocking=False):
             try:
                 while self._waiting:

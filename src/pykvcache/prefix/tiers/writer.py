@@ -1,4 +1,4 @@
-"""Writing behind: what a cache learns goes down to a tier in a thread of its own."""
+"""Write-behind: a queue and a thread per tier."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ __all__ = ["Chain", "Writer"]
 
 Item = tuple[bytes, "Buffer"]
 
-# How much is written before the queue is looked at again: where it is waited for, and else.
+# Records and bytes written per step while a flush waits; bytes per step otherwise.
 _AT_ONCE, _AT_ONCE_BYTES = 64, 8 << 20
 _STEP_BYTES = 1 << 19
 
-#: While tokens are evaluated, writing takes this part of the time of one processor. The threads of
-#: a decode wait for each other: it delays them by as much and more.
+#: Share of one CPU that writing takes while tokens are evaluated. The threads of a decode wait for
+#: each other, so a busy writer delays a decode by at least its own share.
 _SHARE: Final = 0.005
-# No pause is longer, in seconds: the machine may have been busy with other things.
+# Upper bound on a pause in seconds.
 _LONGEST_PAUSE: Final = 0.5
 
-#: Uses are passed on after so many seconds, or so many keys, where nothing is written before.
+#: Uses are sent to the store after this many seconds or keys, or before the next write.
 _TOUCH_SECONDS, _TOUCH_KEYS = 20.0, 1 << 12
 
 
 @dataclass(eq=False)
 class Chain:
-    """Records of one prompt, the first one first: keys and contents.
+    """The records of one prompt, in order: keys and contents.
 
     ``uses`` are the keys of all records that the prompt uses, in the order of `BlockStore.touch`;
-    ``removes`` are keys to remove. The prompt has the names of full blocks, for events.
+    ``removes`` are keys to remove. The prompt has the hashes of full blocks, for events.
     """
 
     items: list[Item] = field(default_factory=list)
@@ -62,17 +62,16 @@ class Chain:
 class Writer:
     """The queue in front of one tier, and the thread that empties it.
 
-    Nothing waits for it: where the queue is full, the ends of chains are dropped and counted. While
-    tokens are evaluated the thread pauses most of the time, unless a flush waits for it, or too
-    much is queued.
+    Requests never wait for it: if the queue is full, the ends of chains are dropped and counted.
+    While tokens are evaluated, the thread pauses most of the time, unless a flush waits or more
+    than ``urgent_bytes`` (at most a quarter of ``max_bytes``) are queued.
 
-    Uses are passed on in batches: before a chain is written, which may evict records, and otherwise
-    after a while. A path is touched whole, and again after its end was written, so no record
+    Uses are sent in batches: before a chain is written, which may evict records, and otherwise
+    after a while. A path is touched as a whole, and again after its end was written, so no record
     becomes less recent than one that needs it.
 
-    At most ``max_bytes`` wait. ``progress`` returns a number that changes when tokens are
-    evaluated. Where more than ``urgent_bytes`` wait, a quarter of the queue at most, there are no
-    pauses.
+    ``max_bytes`` bounds the queue. ``progress`` returns a number that changes when tokens are
+    evaluated.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class Writer:
         self.n_bytes = self.n_items = 0
         self._progress, self._seen = progress, progress()
         self._queue: deque[Chain] = deque()
-        self._uses: dict[tuple[bytes, ...], None] = {}  # paths, the latest one last
+        self._uses: dict[tuple[bytes, ...], None] = {}  # used paths, the latest last
         self._touch_at = math.inf
         self._changed = threading.Condition()
         self._n_waiting = 0  # flushes
@@ -99,7 +98,7 @@ class Writer:
         self._pid = os.getpid()
 
     def offer(self, chain: Chain) -> None:
-        """Queue what there is room for."""
+        """Queue as many records of a chain as fit."""
         with self._changed:
             if (
                 self._thread is None
@@ -125,7 +124,7 @@ class Writer:
             self._changed.notify_all()
 
     def cancel(self, namespace: str | None) -> None:
-        """Forget what waits of a namespace, or everything."""
+        """Drop the queued records of a space, or of all."""
         with self._changed:
             for chain in self._queue:
                 if namespace is None or chain.namespace == namespace:
@@ -148,11 +147,11 @@ class Writer:
         return not (self._queue or self._uses or self._is_busy)
 
     def close(self, seconds: float) -> bool:
-        """Write what waits, and end the thread; False where that takes longer: the rest is lost."""
+        """Write the queue and end the thread; after a timeout drop the rest and return False."""
         if os.getpid() != self._pid:
             return False
         if self._thread is threading.current_thread():
-            self.retire()  # a subscriber closes: the rest is written once it has returned
+            self.retire()  # called by an event callback: the rest is written after its return
             return False
         with self._changed:
             self._is_closed = True
@@ -179,7 +178,7 @@ class Writer:
     # In the thread ------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        # Linux has a niceness per thread: decodes go first.
+        # On Linux a thread has its own niceness, so decodes take precedence.
         with contextlib.suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         while True:
@@ -201,16 +200,16 @@ class Writer:
             if is_first:
                 self._note_use(chain.uses)
             if self._uses and (items or self._is_touch_due()):
-                self._touch()  # before room for the end is made, maybe by evicting the beginning
+                self._touch()  # before the write, which might otherwise evict the path's beginning
             if items:
                 self.tier.put(items, chain.prompt)
                 if is_last:
-                    self._note_use(chain.uses)  # it has to be as recent as its new end
-            del items  # its memory can be used again
+                    self._note_use(chain.uses)  # the path must be as recent as its new end
+            del items  # frees the memory
             self._pause(time.thread_time() - began)
 
     def _has_work(self) -> bool:
-        """Wait for something to do; False where nothing will come. The lock is held."""
+        """Wait for work; return False if there will be none. The caller holds the lock."""
         while not (self._queue or (self._uses and self._is_touch_due())):
             if self._is_closed:
                 if self._is_retired:
@@ -227,22 +226,22 @@ class Writer:
             self._uses[tuple(path)] = None
 
     def _is_touch_due(self) -> bool:
-        """Return whether uses are passed on although nothing is written."""
+        """Return whether to send uses although nothing is written."""
         if self._is_closed or self._n_waiting or time.monotonic() >= self._touch_at:
             return True
         return sum(map(len, self._uses)) > _TOUCH_KEYS
 
     def _touch(self) -> None:
-        """Pass uses on in one call, whose first key is the most recent one."""
+        """Send uses to the store in one call, the most recent key first."""
         paths, self._uses = reversed(self._uses), {}
         self.tier.touch(list(dict.fromkeys(itertools.chain.from_iterable(paths))))
 
     def _is_urgent(self) -> bool:
-        """Return whether a flush waits, or the queue grows; the lock is held."""
+        """Return whether a flush waits or the queue is large. The caller holds the lock."""
         return self._is_closed or self._n_waiting > 0 or self.n_bytes > self.urgent_bytes
 
     def _pause(self, worked: float) -> None:
-        """Let decodes go first, where tokens were evaluated since the last step."""
+        """Pause in proportion to the time worked, if tokens were evaluated since the last step."""
         seen, self._seen = self._seen, self._progress()
         if seen == self._seen:
             return
@@ -251,7 +250,7 @@ class Writer:
             self._changed.wait_for(self._is_urgent, seconds)
 
     def _take(self, chain: Chain) -> list[Item]:
-        """Take the next items of a chain: not all at once, so that it can be cancelled."""
+        """Take the next items of a chain, not all at once, so that the rest can be cancelled."""
         size = n = 0
         most = _AT_ONCE_BYTES if self._is_urgent() else _STEP_BYTES
         for _, data in chain.items[:_AT_ONCE]:

@@ -1,6 +1,6 @@
-"""Stores of blocks: folders, servers and buckets below the memory of a prefix cache.
+"""Stores of blocks, the storage of tiers: folders, servers and buckets.
 
-A store is five methods over keys and buffers and knows nothing of llama.cpp: see `BlockStore`.
+A store has five methods over keys and buffers, independent of llama.cpp: see `BlockStore`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The contract of a store of blocks: five methods over keys and buffers, and some optional ones.
 
-A block is bytes under a key of 32 bytes; a store never looks into it. A store of your own
-subclasses `BlockStore` and writes `contains`, `get_into`, `put`, `touch` and `trim`; everything
-else has a default. `pykvcache.prefix.stores.conformance` holds tests of this contract.
+A block is bytes under a key of 32 bytes; a store never interprets it. A store of your own
+subclasses `BlockStore` and implements `contains`, `get_into`, `put`, `touch` and `trim`; all else
+has a default. `pykvcache.prefix.stores.conformance` tests this contract.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ __all__ = [
 #: Length of a key in bytes, that of SHA-256.
 KEY_SIZE = 32
 
-# Characters of an error's text that are kept: a server may send pages.
+# Characters kept of an error's text, which may be long.
 _MAX_TEXT = 300
 # The longest timeout, in seconds.
 _MAX_SECONDS = 3600.0
-# In the format of a buffer: a field's name, and the codes of pointers and characters.
+# In a buffer's format string: a field's name, and the codes of pointers and characters.
 _FIELD_NAME = re.compile(":[^:]*:")
 _NOT_NUMBERS = frozenset("OPX&uw")
 _NOT_GIVEN: Any = object()
@@ -52,35 +52,35 @@ _NOT_GIVEN: Any = object()
 
 @dataclasses.dataclass
 class StoreCounters:
-    """What a store did since it was opened. Blocks, unless said otherwise.
+    """Counters of a store since it was opened. They count blocks unless stated otherwise.
 
     Attributes
     ----------
     hits, misses : int
         Blocks that `BlockStore.get_into` read; calls whose run ended before the last key.
     written, known : int
-        Blocks that `BlockStore.put` stored; blocks that were there already, or were being
-        written by another process.
+        Blocks that `BlockStore.put` stored; blocks that the store had already, or that another
+        process was writing.
     removed : int
         Blocks that were removed to make room, or by `trim` and `discard`.
     bytes_read, bytes_written : int
-        Their sizes.
+        Bytes of the blocks read and written.
     too_large : int
         Blocks larger than the store or the buffer.
     full : int
         Blocks that were not stored because the disk or the server is full.
     denied : int
-        Requests that the server or the file system does not allow.
+        Requests that the server or the file system denied.
     failed, timed_out : int
-        Requests that ended with another error, or with no answer in time.
+        Requests that ended with another error, or were not answered in time.
     skipped : int
         Requests that were not made because earlier ones had failed.
     rejected : int
-        Blocks that were read and then refused: damaged, truncated, foreign or forged.
+        Blocks whose check failed after reading: damaged, truncated, foreign or forged.
     rebuilt, swept : int
-        Times that an index was rebuilt from the files; leftover files that were removed.
+        How often an index was rebuilt from the files; leftover files that were removed.
     last_error : str
-        Text of the last error among ``full``, ``denied``, ``failed`` and ``timed_out``; empty
+        Text of the last error counted as ``full``, ``denied``, ``failed`` or ``timed_out``; empty
         before the first.
     """
 
@@ -122,9 +122,9 @@ class StoreEntry:
     Attributes
     ----------
     size : int
-        Bytes that it takes, with the store's own overhead where that is known.
+        Its bytes, including the store's overhead if that is known.
     used : float
-        When it was last used, Unix time in seconds.
+        Time of its last use, Unix time in seconds.
     """
 
     key: bytes
@@ -133,7 +133,7 @@ class StoreEntry:
 
 
 class BlockStore(ABC):
-    """Base class of every store: subclass it, write five methods, and pass it as a tier.
+    """Base class of every store: subclass it, implement five methods, and pass it as a tier.
 
     Paths
         The keys of one call form a path: a block is useless without those before it. `contains`
@@ -141,41 +141,41 @@ class BlockStore(ABC):
     Recency
         `put` and `touch` are uses of their blocks; `contains` and `get_into` are not. A later
         call is more recent than an earlier one, and within a call the first key is the most
-        recent. `trim`, and whatever else bounds the store, remove the least recently used block
-        first.
+        recent. Any eviction, by `trim` or to bound the store, removes the least recently used
+        block first.
 
         Callers touch whole paths, from the first block on, and touch the path again after they
         put the end of one. A block is then never less recent than a block that needs it, so it
         is never removed before that block. Blocks that need a missing one are not touched any
         more, so they are removed next.
 
-        A store may record uses late and less exactly, such as to the second, and says so in
+        A store may record uses late and less precisely, such as to the second, and says so in
         its docstring; `StoreConformance.ordered` is False for it.
     Failures
-        No method raises because of what a disk, a server or another process does. A block that
+        No method raises because of a failing disk, server or other process. A block that
         cannot be read is a miss, a block that cannot be written is not stored, and `counters`
-        tells why. Wrong arguments raise, and nothing has changed then.
+        counts the reason. Wrong arguments raise, without any change.
     Threads and processes
-        Any thread may call any method. After `close` every call is a miss. In a forked child the
+        Every method is thread-safe. After `close` every call is a miss. In a forked child the
         stores of this package raise `ClosedError`: open new ones there.
     """
 
-    #: What addresses of this store begin with, for `open_store`: ``"redis"`` of ``redis://host``.
+    #: URL schemes of this store, for `open_store`: ``"redis"`` of ``redis://host``.
     schemes: ClassVar[frozenset[str]] = frozenset()
 
-    #: Where the blocks are: ``"disk"`` of this machine, or ``"remote"``.
+    #: ``"disk"`` of this machine, or ``"remote"``.
     medium: str = "remote"
-    #: Number of keys for which `present` costs about one request; a cache asks for no more.
+    #: Number of keys for which `present` costs about one request; a cache checks no more at once.
     n_probes: int = 8
 
     @functools.cached_property
     def counters(self) -> StoreCounters:
-        """Figures of this object: requests, bytes, failures."""
+        """Counters of this object: requests, bytes, failures."""
         return StoreCounters()
 
     @abstractmethod
     def contains(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the leading keys are there; the blocks may be gone right after."""
+        """Return how many of the leading keys are stored; blocks may be removed right after."""
 
     @abstractmethod
     def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
@@ -186,30 +186,30 @@ class BlockStore(ABC):
         keys : sequence of bytes
             Keys of 32 bytes, in the order of their path.
         buffers : sequence of Buffer
-            One writable buffer per key. A block longer than its buffer ends the run. A block that
-            is shorter leaves the rest of the buffer as it was; its content tells its length.
+            One writable buffer per key. A block longer than its buffer ends the run. A shorter
+            block leaves the rest of the buffer unchanged; its content includes its length.
 
         Returns
         -------
         int
-            How many blocks were read. The contents of the other buffers are undefined. The store
-            must not write into any of the buffers later: the cache keeps using their memory.
+            Number of blocks read. The contents of the other buffers are undefined. The store must
+            not write into any of the buffers later: the cache reuses their memory.
         """
 
     @abstractmethod
     def put(self, items: Iterable[tuple[bytes, Buffer]]) -> int:
         """Store blocks, in the order of their path; return how many were stored.
 
-        A block that is there already is never replaced.
+        A stored block is never replaced.
         """
 
     @abstractmethod
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Mark blocks as used now, the first as the most recent; missing ones are ignored."""
+        """Mark blocks as used now, the first as the most recent; ignore missing ones."""
 
     @abstractmethod
     def trim(self, max_bytes: int) -> list[bytes]:
-        """Remove the least recently used blocks until at most ``max_bytes`` are left.
+        """Remove the least recently used blocks until at most ``max_bytes`` remain.
 
         Returns their keys, in the order of their removal.
         """
@@ -218,25 +218,25 @@ class BlockStore(ABC):
 
     @classmethod
     def exists(cls, address: str) -> bool:
-        """Return whether an address names a store that is there, for tools: they make none.
+        """Return whether the store at an address exists, so that tools do not create one.
 
-        True where only its server knows.
+        True if only its server can tell.
         """
         return True
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each key whether it is there; the keys need not be a path."""
+        """Return for each key whether it is stored; the keys need not be a path."""
         return [self.contains([key]) == 1 for key in check_keys(keys)]
 
     def discard(self, keys: Sequence[bytes]) -> int:
         """Remove blocks, such as damaged ones, so that they can be written again.
 
-        Returns how many were removed; 0 where the store cannot remove single blocks.
+        Returns the number of removed blocks; 0 if the store cannot remove single blocks.
         """
         return 0
 
     def entries(self) -> Iterator[StoreEntry]:
-        """Yield every block in no order; nothing where the store cannot list them. For tools."""
+        """Yield every block in no order, or nothing if the store cannot list them. For tools."""
         return iter(())
 
     def close(self) -> None:  # noqa: B027 (optional)
@@ -278,7 +278,7 @@ def check_keys(keys: Sequence[bytes], buffers: Sequence[Buffer] = _NOT_GIVEN) ->
 
 
 def check_items(items: Iterable[tuple[bytes, Buffer]]) -> list[tuple[bytes, memoryview]]:
-    """Return the items with their contents as flat bytes; of a key that comes twice, the first."""
+    """Return the items with their contents as flat bytes; the first of each key."""
     found: dict[bytes, memoryview] = {}
     for item in as_list(items, "items", "(key, content)"):
         try:
@@ -295,13 +295,13 @@ def flat(data: Buffer) -> memoryview:
     """Return a contiguous buffer as bytes, without a copy."""
     try:
         view = memoryview(data)
-    except ValueError as error:  # NumPy's dates and times are no buffers
+    except ValueError as error:  # NumPy's dates and times do not export a buffer
         raise TypeError(f"a block's content must be a buffer of bytes: {error}") from None
     except TypeError:
         kind = type(data).__name__
         raise TypeError(f"a block's content must be a buffer of bytes, not {kind}") from None
     if not _NOT_NUMBERS.isdisjoint(_FIELD_NAME.sub("", view.format)):
-        # Python would follow bytes that are read into it as pointers.
+        # Python would dereference the bytes read into it.
         raise TypeError(
             "a block's content must be a buffer of bytes or numbers, not of objects or characters "
             f"(format {shown(view.format)})"
@@ -324,7 +324,7 @@ def copy_run(
 ) -> int:
     """Copy blocks into the fronts of buffers, up to the first that is missing or too long.
 
-    Counts hits, misses and bytes, and returns the number of copied blocks, as `get_into` does.
+    Counts hits, misses and bytes, and returns the number of copied blocks, for `get_into`.
     """
     done = n_bytes = 0
     for value, view in zip(values, views, strict=False):
@@ -342,7 +342,7 @@ def copy_run(
 
 
 def check_max_bytes(value: int, least: int = 0) -> int:
-    """Return a size in bytes; raise if it is not an integer, or too small."""
+    """Return a size in bytes; raise if it is no integer, or too small."""
     return as_int(value, "max_bytes", least, error=StoreError)
 
 

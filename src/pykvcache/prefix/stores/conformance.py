@@ -1,4 +1,4 @@
-"""Tests that any store can be put through, its author's too.
+"""Tests of the contract of `BlockStore`, for stores of your own, too.
 
 ::
 
@@ -8,8 +8,8 @@
         def make_store(self):
             return MyStore(...)
 
-pytest collects the methods. `make_store` gives an empty store the first time in a test; where
-`shared` is True it gives, when called again, another handle on the same blocks.
+pytest collects the methods. The first `make_store` of a test returns an empty store; if `shared` is
+True, later calls return other handles on the same blocks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def chain(n: int, seed: object = 0, size: int = 1000) -> list[tuple[bytes, bytes
 
 
 def _check(condition: bool, message: str) -> None:
-    if not condition:  # not `assert`: that is gone under python -O
+    if not condition:  # not `assert`, which python -O removes
         raise AssertionError(message)
 
 
@@ -41,12 +41,12 @@ def _keys(blocks: Sequence[tuple[bytes, bytes]]) -> list[bytes]:
 
 
 class StoreConformance:
-    """What every `BlockStore` does. Subclass it, write `make_store`, and let pytest run it.
+    """Tests of a `BlockStore`. Subclass it, implement `make_store`, and run pytest.
 
     Attributes
     ----------
     shared : bool
-        Whether `make_store` gives handles on the same blocks within one test.
+        Whether `make_store` returns handles on the same blocks within one test.
     ordered : bool
         Whether `trim` removes exactly the least recently used first.
     keeps_paths : bool
@@ -61,20 +61,20 @@ class StoreConformance:
     can_discard = True
 
     def make_store(self) -> BlockStore:
-        """Return a store: empty when called first in a test."""
+        """Return a store, which is empty at the first call of a test."""
         raise NotImplementedError
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[BlockStore]:
-        """Give a store and close it."""
+        """Yield a store, and close it."""
         with self.make_store() as store:
             yield store
 
     def expect(self, store: BlockStore, blocks: Sequence[tuple[bytes, bytes]], n: int) -> None:
-        """Check that the first ``n`` of the blocks are there and right, and no more of the run."""
-        _check(store.contains(_keys(blocks)) == n, f"contains says not {n}")
+        """Check that exactly the first ``n`` of the blocks are stored, and intact."""
+        _check(store.contains(_keys(blocks)) == n, f"contains does not return {n}")
         buffers = [bytearray(len(data)) for _, data in blocks]
-        _check(store.get_into(_keys(blocks), buffers) == n, f"get_into reads not {n}")
+        _check(store.get_into(_keys(blocks), buffers) == n, f"get_into does not read {n}")
         for buffer, (_, data) in list(zip(buffers, blocks, strict=True))[:n]:
             _check(buffer == data, "get_into reads something else")
 
@@ -94,7 +94,7 @@ class StoreConformance:
     def test_what_is_put_is_read(self) -> None:
         blocks = chain(20)
         with self.opened() as store:
-            _check(store.put(blocks) == 20, "put stores not all")
+            _check(store.put(blocks) == 20, "put does not store all")
             self.expect(store, blocks, 20)
 
     def test_any_buffer_is_stored(self) -> None:
@@ -103,7 +103,7 @@ class StoreConformance:
             _check(store.put([(a, bytearray(data)), (b, memoryview(data)[:7])]) == 2, "put")
             _check(store.put([(c, b"")]) == 1, "an empty block is not stored")
             buffers = [bytearray(len(data)), bytearray(7), bytearray(0)]
-            _check(store.get_into(_keys(blocks), buffers) == 3, "get_into reads not all")
+            _check(store.get_into(_keys(blocks), buffers) == 3, "get_into does not read all")
             _check(buffers == [data, data[:7], b""], "get_into reads something else")
 
     def test_present_answers_for_each_key(self) -> None:
@@ -111,7 +111,7 @@ class StoreConformance:
         with self.opened() as store:
             store.put([blocks[1], blocks[4]])
             there = store.present(_keys(blocks))
-            _check(there == [False, True, False, False, True, False], f"present says {there}")
+            _check(there == [False, True, False, False, True, False], f"present returns {there}")
             _check(store.present([]) == [], "present of nothing")
 
     def test_a_missing_block_ends_the_run(self) -> None:
@@ -149,7 +149,9 @@ class StoreConformance:
             store.put(blocks)
             buffers = [bytearray(len(data)) for _, data in blocks]
             buffers[1] = bytearray(10)
-            _check(store.get_into(_keys(blocks), buffers) == 1, "a short buffer ends no run")
+            _check(
+                store.get_into(_keys(blocks), buffers) == 1, "a short buffer does not end the run"
+            )
 
     def test_large_blocks_come_back_whole(self) -> None:
         blocks = chain(2, size=1_500_000)
@@ -161,15 +163,15 @@ class StoreConformance:
         blocks = chain(5)
         with self.opened() as store:
             store.put(blocks)
-            _check(sorted(store.trim(0)) == sorted(_keys(blocks)), "trim(0) leaves something")
+            _check(sorted(store.trim(0)) == sorted(_keys(blocks)), "trim(0) does not remove all")
             self.expect(store, blocks, 0)
-            _check(store.put(blocks) == 5, "what was removed cannot be stored again")
+            _check(store.put(blocks) == 5, "removed blocks cannot be stored again")
 
     def test_trimming_to_a_lot_removes_nothing(self) -> None:
         blocks = chain(5)
         with self.opened() as store:
             store.put(blocks)
-            _check(store.trim(1 << 50) == [], "trim removes what fits")
+            _check(store.trim(1 << 50) == [], "trim removes blocks that fit")
             self.expect(store, blocks, 5)
 
     def test_the_least_recently_used_goes_first(self) -> None:
@@ -218,7 +220,7 @@ class StoreConformance:
                     n = store.contains(_keys(path))
                     _check(
                         not any(store.present(_keys(path[n:]))),
-                        "a block is left that needs a removed one",
+                        "a block remains that needs a removed one",
                     )
 
     def test_another_handle_sees_the_blocks(self) -> None:
@@ -256,13 +258,13 @@ class StoreConformance:
         blocks = chain(3)
         with self.opened() as store:
             store.put(blocks)
-            _check(store.discard(_keys(blocks)[1:2]) == 1, "discard removes not one")
-            _check(store.discard(_keys(blocks)[1:2]) == 0, "discard removes what is not there")
+            _check(store.discard(_keys(blocks)[1:2]) == 1, "discard does not remove one")
+            _check(store.discard(_keys(blocks)[1:2]) == 0, "discard counts a missing block")
             self.expect(store, blocks, 1)
-            _check(store.put(blocks) == 1, "put stores not one")
+            _check(store.put(blocks) == 1, "put does not store one")
             self.expect(store, blocks, 3)
             found = {entry.key: entry.size for entry in store.entries()}
-            _check(found.keys() == {key for key, _ in blocks}, "entries lists others")
+            _check(found.keys() == {key for key, _ in blocks}, "entries lists other blocks")
             _check(all(found[key] >= len(data) for key, data in blocks), "entries have no size")
 
     def test_wrong_arguments_raise_and_change_nothing(self) -> None:

@@ -1,14 +1,14 @@
-"""A header and a check around each block, so that a damaged or foreign one is refused.
+"""A header and a check around each block, so that damaged and foreign ones are rejected.
 
 ::
 
     header, 128 bytes                       content           check, 16 bytes
-    magic version kind length               as it was, or     XXH3-128 or SHA-256 of all before,
+    magic version kind length               plain, or         XXH3-128 or SHA-256 of all before,
     key model layout nonce zeros            AES-256-GCM       or the tag of AES-256-GCM
 
-Little-endian. The check covers the header and the content, so it finds any flipped bit, and a
-block under another key. Where xxhash is not installed, SHA-256 cut to 16 bytes replaces it, which
-is several times slower.
+Little-endian. The check covers the header and the content, so it detects any flipped bit, and a
+block under another key. Without xxhash, SHA-256 truncated to 16 bytes replaces XXH3, which is
+several times slower.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _HEADER = struct.Struct("<4sHBBQ32s16s16s12s36s")
 _CHECK = 16
 _XXH3, _SHA256, _ENCRYPTED, _SIGNED = 1, 2, 3, 4
 
-#: The largest content in bytes: what AES-GCM's implementation takes at once.
+#: The largest content in bytes: the limit of the AES-GCM implementation.
 MAX_CONTENT = (1 << 31) - 1 - _HEADER.size - _CHECK
 #: The shortest secret in bytes.
 MIN_SECRET = 16
 
 
 class Rejection(enum.Enum):
-    """Why a block is refused."""
+    """Why a block is rejected."""
 
     TRUNCATED = "truncated"
     """Shorter or longer than its header says."""
@@ -92,20 +92,20 @@ def _find_aes() -> tuple[Any, type[Exception]]:
 
 
 class Envelope:
-    """Seal blocks of one model and layout, and open only those.
+    """Seals blocks of one model and layout, and opens only those.
 
     Parameters
     ----------
     model, layout : bytes or str
-        What writer and reader must agree on, usually digests.
+        Must be equal for writers and readers, usually digests.
     secret : bytes or str, optional
         At least 16 bytes that only trusted writers and readers know; 32 random ones are best.
-        Blocks are then encrypted with AES-256-GCM (with the key as associated data), and lie
+        Blocks are then encrypted with AES-256-GCM (with the key as associated data), and stored
         under the HMAC of their keys. Needs ``cryptography``.
     encrypt : bool
-        False with a secret: contents stay readable, and are authenticated all the same.
+        False with a secret: contents are authenticated, but stay readable.
     memory : callable, optional
-        Returns memory for a sealed block of that many bytes; new memory by default.
+        Returns a buffer of a given size for a sealed block; new memory by default.
 
     Attributes
     ----------
@@ -158,9 +158,9 @@ class Envelope:
         return f"Envelope(check={self.check!r})"
 
     def name(self, key: bytes) -> bytes:
-        """Return the key under which a block lies in the store: with a secret, its HMAC.
+        """Return the key under which a block is stored: with a secret, the HMAC of its key.
 
-        Without it, anyone who can list a store could find out which prompts are known.
+        Otherwise anyone who can list a store could find out which prompts are cached.
         """
         check_keys([key])
         if not self._secret:
@@ -168,7 +168,7 @@ class Envelope:
         return hmac.digest(self._secret, b"pykvcache.name.1" + key, "sha256")
 
     def seal(self, key: bytes, content: Buffer) -> memoryview:
-        """Return a sealed block: of its key, not its `name`, and of a content below 2 GiB."""
+        """Return a sealed block, given its key (not its `name`) and a content below 2 GiB."""
         view = flat(content)
         if len(view) > MAX_CONTENT:
             raise StoreError(
@@ -196,10 +196,10 @@ class Envelope:
         return sealed
 
     def open(self, key: bytes, sealed: Buffer) -> memoryview | Rejection:
-        """Return the content of the block of a key, or why it is refused; no bytes raise.
+        """Return the content of the block of a key, or why it is rejected; never raises.
 
         Other bytes may follow the sealed block. The content is a view of ``sealed``, or of new
-        memory where it was encrypted.
+        memory if it was encrypted.
         """
         name = self.name(key)
         view = flat(sealed)
@@ -224,7 +224,7 @@ class Envelope:
         if of_key != name:
             return Rejection.FOREIGN
         if self._secret:
-            if kind not in (_ENCRYPTED, _SIGNED):  # anyone can write a plain checksum
+            if kind not in (_ENCRYPTED, _SIGNED):  # anyone can compute a plain checksum
                 return Rejection.FORGED
             try:
                 cipher = self._cipher(name, kind)
@@ -238,7 +238,7 @@ class Envelope:
         return content if (model, layout) == (self._model, self._layout) else Rejection.FOREIGN
 
     def difference(self, sealed: Buffer) -> str:
-        """Return in what the writer of a block differs from this envelope, in words; or ``""``."""
+        """Return how the writer of a block differs from this envelope, as a text; or ``""``."""
         view = flat(sealed)
         if len(view) < _HEADER.size:
             return ""
@@ -254,7 +254,7 @@ class Envelope:
         return "of another layout: types of K and V, or flash attention" if is_other else ""
 
     def _cipher(self, name: bytes, kind: int) -> Any:
-        """Return AES-GCM with a key of this block and kind, which few nonces share."""
+        """Return AES-GCM with a key of this block and kind, which is used for few nonces."""
         label = b"pykvcache.block.1" + bytes([kind])
         return self._aes(hmac.digest(self._secret, label + name, "sha256"))
 
@@ -266,7 +266,7 @@ class Envelope:
 
 
 def fresh(size: int) -> memoryview:
-    """Return new memory; a bytearray would be cleared, which takes longer than its use."""
+    """Return uninitialized memory; clearing a bytearray would take longer than its use."""
     return np.empty(size, np.uint8).data
 
 
@@ -275,19 +275,19 @@ def _bytes(value: bytes | str, what: str) -> bytes:
         try:
             return value.encode()
         except UnicodeEncodeError as error:
-            # What it is may be a secret.
+            # Without the value, which may be a secret.
             raise StoreError(f"{what} is not Unicode text", what, None, error.start) from None
     if not isinstance(value, bytes):
         raise TypeError(f"{what} is bytes or str, not {type(value).__name__}")
     return value
 
 
-# A reader with the right extras or secret can read them, so they are not removed.
+# Readers with the right extras or secret can read them, so they are not removed.
 _READABLE_BY_OTHERS = {Rejection.LOCKED, Rejection.UNVERIFIABLE}
 
 
 class SealedStore(BlockStore):
-    """Seal blocks on their way into a store, and check them on their way out.
+    """Seals blocks on their way into a store, and checks them on their way out.
 
     A block that is damaged, truncated, forged or of another model ends the run. It is counted and
     removed from the store, so that it can be written again.
@@ -295,14 +295,14 @@ class SealedStore(BlockStore):
     Parameters
     ----------
     store : BlockStore
-        Where the sealed blocks lie.
+        The store of the sealed blocks.
     envelope : Envelope
         Seals and opens them.
 
     Attributes
     ----------
     rejections : collections.Counter of Rejection
-        Number of refused blocks by reason.
+        Number of rejected blocks by reason.
     """
 
     def __init__(self, store: BlockStore, envelope: Envelope) -> None:
@@ -313,11 +313,11 @@ class SealedStore(BlockStore):
         self.rejections: Counter[Rejection] = Counter()
 
     def contains(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the leading keys are there, without checking the blocks."""
+        """Return how many of the leading keys are stored, without checking the blocks."""
         return self.store.contains(self._names(keys))
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each key whether it is there, without checking the block."""
+        """Return for each key whether it is stored, without checking the block."""
         return self.store.present(self._names(keys))
 
     def get(
@@ -325,11 +325,11 @@ class SealedStore(BlockStore):
     ) -> list[memoryview]:
         """Return the contents of the leading run of intact blocks, without a second copy.
 
-        ``sizes`` are upper bounds on the sizes of the contents in bytes. Where they are exact, a
+        ``sizes`` are upper bounds on the sizes of the contents in bytes. If they are exact, a
         longer block is damaged, and is removed.
         """
         names = self._names(keys)
-        # Reused memory may still hold this very block, which would complete one that was cut.
+        # Reused memory may still hold this very block, which would complete a truncated one.
         if exact:
             buffers = [self.envelope.memory(size + self.envelope.overhead) for size in sizes]
             for buffer in buffers:
@@ -339,7 +339,7 @@ class SealedStore(BlockStore):
         too_large = self.counters.too_large
         n_read = self.store.get_into(names, buffers)
         next_one = names[n_read : n_read + 1]
-        # The counter is that of all threads: a block that is not there was not too large.
+        # All threads share the counter: a missing block was not too large.
         if exact and self.counters.too_large > too_large and True in self.store.present(next_one):
             self._reject(next_one[0], Rejection.TRUNCATED)
         found: list[memoryview] = []
@@ -352,7 +352,7 @@ class SealedStore(BlockStore):
         return found
 
     def differences(self, n: int) -> set[str]:
-        """Return in what the writers of up to n blocks differ from this reader, in words."""
+        """Return how the writers of up to n blocks differ from this reader, as texts."""
         found = set[str]()
         for entry in islice(self.store.entries(), n):
             buffer = bytearray(entry.size)
@@ -376,7 +376,7 @@ class SealedStore(BlockStore):
         return len(found)
 
     def put(self, items: Iterable[tuple[bytes, Buffer]]) -> int:
-        """Seal and store blocks that are not there yet."""
+        """Seal and store missing blocks."""
         found = check_items(items)
         return self.store.put(
             (self.envelope.name(key), self.envelope.seal(key, data)) for key, data in found
@@ -399,7 +399,7 @@ class SealedStore(BlockStore):
         return self.store.entries()
 
     def close(self) -> None:
-        """Close the store inside."""
+        """Close the underlying store."""
         self.store.close()
 
     def _names(self, keys: Sequence[bytes]) -> list[bytes]:

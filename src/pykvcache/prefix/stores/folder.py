@@ -1,4 +1,4 @@
-"""FolderStore: blocks as files in a folder that many processes share, with a bound on its size."""
+"""FolderStore: blocks as files in a folder of bounded size, shared by many processes."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
 __all__ = ["BlockFiles", "FolderStore"]
 
 _T = TypeVar("_T")
-# A block to write: its key, its content, and its time of use in nanoseconds.
+# A block to write: its key, its content, and its last-use time in nanoseconds.
 _Block = tuple[bytes, memoryview, int]
 
 _log = logging.getLogger("pykvcache.prefix")
 
-#: The smallest bound: the index takes a part of it.
+#: The smallest limit, of which the index takes a part.
 MIN_BYTES = 4 << 20
-# Kept free for what the index grows by in one transaction.
+# Reserved for the growth of the index in one transaction.
 _MARGIN = 1 << 20
-# A file that is read more slowly comes from the disk: so many seconds, and bytes per second.
+# A read slower than this (seconds, and bytes per second) comes from the disk, not the page cache.
 _COLD = 3e-4, 1e9
-# A temporary file that was not written to for so many seconds has no writer any more.
+# A temporary file not written to for this many seconds has no writer any more.
 _STALE_SECONDS = 60.0
 
-# What a disk, SQLite or another process can do to a call.
+# Errors caused by a disk, SQLite or another process.
 _FAILURES = (sqlite3.Error, OSError)
 _FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -58,7 +58,7 @@ _TAG = """Signature: 8a477f597d28d172789f06886806bc55
 """
 
 
-# A pipe in a block's place must not make a reader wait, nor a link lead it elsewhere.
+# A pipe in place of a block must not block a reader, and a link must not be followed.
 _PLAIN = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 
@@ -69,19 +69,19 @@ def _open(path: str) -> io.FileIO:
 class BlockFiles:
     """The files below one folder, one per block; methods may raise OSError.
 
-    A block is written to a temporary file and renamed. The temporary file of a block is also the
-    right to write it: two processes do not write the same one.
+    A block is written to a temporary file and renamed. The temporary file also serves as a lock:
+    two processes do not write the same block.
     """
 
     def __init__(self, root: str) -> None:
         self._root = root
         self._blocks = os.path.join(root, "blocks")
         self._temporary = os.path.join(root, "tmp")
-        # Whether the last block that was read came from the disk.
+        # Whether the last read came from the disk, not the page cache.
         self._is_cold = False
 
     def make_folders(self) -> None:
-        """Make the folders that are missing."""
+        """Create the missing folders."""
         for folder in (self._blocks, self._temporary):
             os.makedirs(folder, exist_ok=True)
         tag = os.path.join(self._root, "CACHEDIR.TAG")
@@ -94,7 +94,7 @@ class BlockFiles:
         return f"{self._blocks}/{name[:2]}/{name}.block"
 
     def stat(self, key: bytes) -> os.stat_result | None:
-        """Return the facts of a block's file; None where there is no regular file."""
+        """Return the status of a block's file; None if it is no regular file."""
         try:
             found = os.lstat(self.path(key))
         except OSError:
@@ -118,16 +118,15 @@ class BlockFiles:
         return size
 
     def read_ahead(self, keys: Iterable[bytes]) -> None:
-        """Let the system read several blocks at once, where the last one came from the disk."""
+        """Let the system read blocks ahead if the last read came from the disk."""
         for key in keys if self._is_cold and hasattr(os, "posix_fadvise") else ():
             with contextlib.suppress(OSError), _open(self.path(key)) as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
     def write(self, key: bytes, view: memoryview, used: int) -> bool:
-        """Write a block; return False where another process is writing it.
+        """Write a block; return False if another process is writing it.
 
-        Its time of use in nanoseconds becomes the time of the file: an index that is made again
-        knows the order of uses.
+        The file gets its last-use time, in nanoseconds, so that the index can be rebuilt.
         """
         temporary = os.path.join(self._temporary, key.hex())
         if (file := self._claim(temporary)) is None:
@@ -149,7 +148,7 @@ class BlockFiles:
         return True
 
     def _claim(self, temporary: str) -> io.FileIO | None:
-        """Create the temporary file of a block; return None where a process is writing it."""
+        """Create the temporary file of a block; return None if a process is writing it."""
         for _ in range(2):
             with contextlib.suppress(FileExistsError):
                 return open(temporary, "xb", buffering=0)
@@ -159,7 +158,7 @@ class BlockFiles:
         return None
 
     def set_used(self, key: bytes, used: int) -> None:
-        """Set the time of a block's file to its time of use in nanoseconds."""
+        """Set the time of a block's file to its last-use time in nanoseconds."""
         with contextlib.suppress(OSError):
             os.utime(self.path(key), ns=(used, used), follow_symlinks=False)
 
@@ -172,7 +171,7 @@ class BlockFiles:
         return True
 
     def keys(self) -> set[bytes]:
-        """Return the keys of all files, from their names alone."""
+        """Return the keys of all files, from their names."""
         found = set()
         for shard in os.listdir(self._blocks):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -184,14 +183,14 @@ class BlockFiles:
         return {key for key in found if len(key) == KEY_SIZE}
 
     def all(self) -> Iterator[tuple[bytes, int, int]]:
-        """Yield key, size and time of use in nanoseconds of every block."""
+        """Yield key, size and last-use time in nanoseconds of every block."""
         for key in sorted(self.keys()):
             facts = self.stat(key)
             if facts is not None:
                 yield key, facts.st_size, facts.st_mtime_ns
 
     def sweep(self) -> int:
-        """Remove temporary files that have no writer any more; return how many."""
+        """Remove temporary files without a writer; return how many."""
         removed = 0
         for name in os.listdir(self._temporary):
             path = os.path.join(self._temporary, name)
@@ -214,7 +213,7 @@ class BlockFiles:
 
 
 class FolderStore(BlockStore):
-    """Keep blocks in a folder of a local disk, shared by any number of processes.
+    """Keeps blocks in a folder of a local disk, shared by any number of processes.
 
     A killed process leaves at most a temporary file. A missing or damaged index is rebuilt from
     the files. A full disk and a folder that cannot be written are counted, not raised. Nothing is
@@ -247,7 +246,7 @@ class FolderStore(BlockStore):
         try:
             # An empty name is not the current folder.
             os.makedirs(self.path if name else "", mode=0o700, exist_ok=True)
-            os.listdir(self.path)  # a folder that may only be read is still of use
+            os.listdir(self.path)  # a read-only folder is still of use
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
             text = f"{shown(name)} cannot be a folder of blocks: {why}"
@@ -262,17 +261,17 @@ class FolderStore(BlockStore):
     def __repr__(self) -> str:
         return f"FolderStore({self.path!r}, max_bytes={self.max_bytes})"
 
-    # Reading: from the files alone ------------------------------------------------------
+    # Reading, without the index ---------------------------------------------------------
 
     def contains(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the leading keys are there; see `BlockStore.contains`."""
+        """Return how many of the leading keys are stored; see `BlockStore.contains`."""
         keys = check_keys(keys)
         if not self._is_open():
             return 0
         return next((i for i, key in enumerate(keys) if self._files.stat(key) is None), len(keys))
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each key whether it is there; see `BlockStore.present`."""
+        """Return for each key whether it is stored; see `BlockStore.present`."""
         keys = check_keys(keys)
         is_open = self._is_open()
         return [is_open and self._files.stat(key) is not None for key in keys]
@@ -310,10 +309,10 @@ class FolderStore(BlockStore):
     # Writing ----------------------------------------------------------------------------
 
     def put(self, items: Iterable[tuple[bytes, Buffer]]) -> int:
-        """Write blocks that are not there yet; see `BlockStore.put`."""
+        """Write missing blocks; see `BlockStore.put`."""
         found = check_items(items)
         none: list[_Block] = []
-        with self._putting:  # what another thread is writing is there when this call returns
+        with self._putting:  # so that blocks that another thread writes are stored on return
             new = self._transact(lambda rows: self._reserve(rows, found), none)
             n_written = self._write(new)
             if new:
@@ -321,7 +320,7 @@ class FolderStore(BlockStore):
         return n_written
 
     def _reserve(self, rows: Rows, items: list[tuple[bytes, memoryview]]) -> list[_Block]:
-        """Make room for blocks and count them before they are written; return those to write."""
+        """Make room for blocks and add their rows; return the blocks to write."""
         now = rows.now(len(items))
         room = max(0, self.max_bytes - self._index.n_bytes() - _MARGIN)
         new = []
@@ -337,7 +336,7 @@ class FolderStore(BlockStore):
             if cost > room:
                 self.counters.add(too_large=1)
                 continue
-            # No block makes room for a later one of the same call.
+            # No block is evicted for a later one of the same call.
             self._evict(rows, rows.n_bytes() + cost - room, before=now - len(items))
             if rows.n_bytes() + cost > room:
                 self.counters.add(full=1)
@@ -347,7 +346,7 @@ class FolderStore(BlockStore):
         return new
 
     def _write(self, new: list[_Block]) -> int:
-        """Write blocks; return how many this call wrote."""
+        """Write blocks; return how many were written."""
         n_written = 0
         for i, (key, view, used) in enumerate(new):
             try:
@@ -363,10 +362,10 @@ class FolderStore(BlockStore):
         return n_written
 
     def _settle(self, rows: Rows, new: list[_Block]) -> None:
-        """Make the rows those of the files again."""
+        """Make the rows of these blocks agree with the files."""
         for key, view, used in new:
             if self._files.stat(key) is not None:
-                rows.add(key, len(view), used)  # a store that was opened may have removed it
+                rows.add(key, len(view), used)  # another store's recovery may have removed it
             elif not self._is_coming(key):
                 rows.remove(key)
 
@@ -383,7 +382,7 @@ class FolderStore(BlockStore):
 
     @staticmethod
     def _use(rows: Rows, keys: list[bytes]) -> list[tuple[bytes, int]]:
-        """Return the new time of use of each block that is there."""
+        """Return the new last-use time of each stored block."""
         now = rows.now(len(keys))
         return [(key, now - i) for i, key in enumerate(keys) if rows.use(key, now - i)]
 
@@ -395,9 +394,9 @@ class FolderStore(BlockStore):
         )
 
     def _evict(self, rows: Rows, n_bytes: int, before: int = MAX_TIME) -> list[bytes]:
-        """Remove the least recently used blocks until so many bytes are free.
+        """Remove the least recently used blocks until ``n_bytes`` are free.
 
-        Files go before their rows: a process that dies in between leaves too much counted, never
+        A file is removed before its row: if the process dies in between, too much is counted, never
         too little.
         """
         removed: list[bytes] = []
@@ -427,7 +426,7 @@ class FolderStore(BlockStore):
     # The index --------------------------------------------------------------------------
 
     def _transact(self, work: Callable[[Rows], _T], otherwise: _T) -> _T:
-        """Call with the rows of the index; what disks and other processes do ends here."""
+        """Call a function with the rows of the index; count errors of the disk, do not raise."""
         if not self._is_open():
             return otherwise
         try:
@@ -440,7 +439,7 @@ class FolderStore(BlockStore):
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[Rows]:
-        """Hold the right to write; an index that was lost is made again from the files."""
+        """Hold the write lock; rebuild a lost index from the files."""
         with self._index.transaction() as rows:
             if rows.is_new:
                 found = [*self._files.all()]
@@ -450,19 +449,19 @@ class FolderStore(BlockStore):
             yield rows
 
     def _recover(self) -> None:
-        """Make the index agree with the files, after processes that died and after damage."""
+        """Make the index agree with the files, in case a process died or the index is damaged."""
         try:
             self._files.make_folders()
             self.counters.add(swept=self._files.sweep())
             with contextlib.suppress(sqlite3.DatabaseError):
                 return self._reconcile()
-            self._reconcile()  # a damaged index was removed, and is made again
+            self._reconcile()  # a damaged index was removed, and is rebuilt
         except _FAILURES as error:
             self._failed(error)
             _log.warning("blocks in %s are read, but not written: %s", self.path, error)
 
     def _reconcile(self) -> None:
-        """Add rows that are missing, and remove those of files that are."""
+        """Add missing rows, and remove those of missing files."""
         n_added = 0
         with self._transaction() as rows:
             known = rows.check()
@@ -477,7 +476,7 @@ class FolderStore(BlockStore):
         self.counters.add(rebuilt=n_added > 0)
 
     def _failed(self, error: Exception) -> str:
-        """Count what went wrong; return the name of the counter."""
+        """Count an error; return the name of the counter."""
         number, text = getattr(error, "errno", None), str(error)
         if number in _FULL or "disk is full" in text:
             counter = "full"
@@ -490,12 +489,12 @@ class FolderStore(BlockStore):
         self.counters.add(error=error, **{counter: 1})
         return counter
 
-    # Open and closed --------------------------------------------------------------------
+    # Lifetime ---------------------------------------------------------------------------
 
     def _is_open(self) -> bool:
         check_process(self._pid)
         return not self._closed
 
     def close(self) -> None:
-        """Let later calls be misses; the blocks stay."""
+        """Close the store: later calls are misses; the blocks stay."""
         self._closed = True

@@ -1,8 +1,8 @@
-"""FolderIndex: sizes and times of use of the blocks in a folder, in SQLite.
+"""FolderIndex: sizes and last-use times of the blocks in a folder, in SQLite.
 
-The files are the truth. The index bounds their size and orders their removal; when it is lost,
-damaged or of another version it is made again from them. Each transaction opens a connection of its
-own, which takes 0.2 ms: none is ever stale, shared by threads or inherited by a forked child.
+The files are authoritative. The index bounds their size and orders their removal; if it is lost,
+damaged or of another version, it is rebuilt from them. Each transaction opens its own connection,
+which takes 0.2 ms: none is ever stale, shared by threads or inherited by a forked child.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 __all__ = ["MAX_TIME", "FolderIndex", "Rows", "block_cost"]
 
-#: For how long another process is waited for, in seconds.
+#: Seconds to wait for another process's lock.
 WAIT = 2.0
 
 _VERSION = 2
@@ -35,14 +35,14 @@ BEGIN UPDATE total SET bytes = bytes + {_COST.format("new")}; END""",
 BEGIN UPDATE total SET bytes = bytes - {_COST.format("old")}; END""",
     f"PRAGMA user_version = {_VERSION}",
 )
-# Sums of sizes, and times of later calls, stay within 8 bytes: a sparse file may claim any size.
+# Limits that keep sums of sizes, and times, within 8 bytes: a sparse file can have any size.
 _MAX_SIZE, MAX_TIME = 1 << 48, 1 << 62
 
-# What SQLite says of a busy or full disk, and of one that it may not use.
+# Parts of SQLite's messages about a busy, full or inaccessible disk.
 _NO_DAMAGE = ("locked", "busy", "disk is full", "unable to open", "interrupted", "I/O", "memory")
 
-# SQLite has locks of its own: a child that is forked while another thread holds one would wait for
-# it for ever. So one thread of the process is in SQLite at a time, and a fork waits for it.
+# A child forked while another thread holds one of SQLite's own locks would wait for ever. So only
+# one thread of the process calls SQLite at a time, and a fork waits for it.
 _in_sqlite = threading.RLock()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
@@ -53,7 +53,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def block_cost(size: int) -> int:
-    """Return the bytes that a file of that size takes on the disk."""
+    """Return the bytes that a file of this size takes on the disk."""
     return (size + 4095) & ~4095
 
 
@@ -65,14 +65,13 @@ class FolderIndex:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Rows]:
-        """Hold the right to write; commit at the end, or roll back after an exception.
+        """Hold the write lock; commit at the end, or roll back after an exception.
 
-        An index that turns out to be damaged is removed, so that the next transaction finds a
-        new one: `Rows.is_new`.
+        A damaged index is removed, so that the next transaction creates one (`Rows.is_new`).
         """
         with (
             _in_sqlite,
-            # Transactions are begun and ended by hand.
+            # No implicit transactions.
             contextlib.closing(
                 sqlite3.connect(self._path, timeout=WAIT, isolation_level=None)
             ) as connection,
@@ -80,7 +79,7 @@ class FolderIndex:
             try:
                 _check_version(connection)
                 connection.execute("PRAGMA journal_mode = TRUNCATE")
-                # After a power cut the index may be damaged, and is made again.
+                # After a power cut the index may be damaged; it is rebuilt then.
                 connection.execute("PRAGMA synchronous = OFF")
                 connection.execute("BEGIN IMMEDIATE")
                 is_new = _check_version(connection) == 0
@@ -96,14 +95,14 @@ class FolderIndex:
                 raise sqlite3.DatabaseError(f"the index is damaged: {error}") from error
 
     def _is_damage(self, error: Exception) -> bool:
-        """Return whether an error says that the index is wrong, rather than busy, full or denied.
+        """Return whether an error means damage, rather than a busy, full or inaccessible disk.
 
-        A value of a wrong type raises a TypeError, and a damaged name anything.
+        A value of a wrong type raises a TypeError; a damaged schema raises any error.
         """
         if isinstance(error, OSError | MemoryError):
             return False
         text = str(error)
-        if "readonly" in text:  # a damaged header says so, too
+        if "readonly" in text:  # a damaged header has the same message
             return os.access(self._path, os.W_OK)
         return not isinstance(error, sqlite3.OperationalError) or not any(
             reason in text for reason in _NO_DAMAGE
@@ -115,7 +114,7 @@ class FolderIndex:
                 os.unlink(self._path + suffix)
 
     def n_bytes(self) -> int:
-        """Return the bytes that the index itself takes on the disk."""
+        """Return the bytes of the index itself on the disk."""
         total = 0
         for suffix in ("", "-journal"):
             with contextlib.suppress(FileNotFoundError):
@@ -124,16 +123,16 @@ class FolderIndex:
 
 
 class Rows:
-    """The rows of an index within one transaction; new where this transaction made the index."""
+    """The rows of an index within one transaction; ``is_new`` if it created the index."""
 
     def __init__(self, connection: sqlite3.Connection, *, is_new: bool = False) -> None:
         self._connection = connection
         self.is_new = is_new
 
     def now(self, n: int) -> int:
-        """Return a time for `n` uses, counted downwards: all are later than every recorded one.
+        """Return a time for `n` uses, counted downwards, all later than every recorded one.
 
-        Whatever clocks do, a later call is more recent.
+        So a later call is more recent even if the clock was set back.
         """
         sql = "SELECT coalesce(max(used), 0) FROM blocks"
         ((last,),) = self._connection.execute(sql).fetchall()
@@ -149,19 +148,19 @@ class Rows:
         self._connection.execute("DELETE FROM blocks WHERE key = ?", [key])
 
     def use(self, key: bytes, used: int) -> bool:
-        """Set the time of use of a block; return whether it has a row."""
+        """Set the last-use time of a block; return whether it has a row."""
         values = min(used, MAX_TIME), key
         sql = "UPDATE blocks SET used = ? WHERE key = ?"
         return self._connection.execute(sql, values).rowcount > 0
 
     def oldest(self, before: int) -> tuple[bytes, int] | None:
-        """Return key and size of the least recently used block, if it was used before a time."""
+        """Return key and size of the least recently used block, if used before a time."""
         sql = "SELECT key, size FROM blocks WHERE used < ? ORDER BY used LIMIT 1"
         found: tuple[bytes, int] | None = self._connection.execute(sql, [before]).fetchone()
         return found
 
     def n_bytes(self) -> int:
-        """Return the bytes that all blocks take on the disk."""
+        """Return the bytes of all blocks on the disk."""
         ((n,),) = self._connection.execute("SELECT bytes FROM total").fetchall()
         return int(n)
 
@@ -177,7 +176,7 @@ class Rows:
 
 
 def _check_version(connection: sqlite3.Connection) -> int:
-    """Return the version of the index, 0 where it has no tables yet; raise if it is another."""
+    """Return the version of the index, 0 if it has no tables yet; raise for another version."""
     ((version,),) = connection.execute("PRAGMA user_version").fetchall()
     if version not in (0, _VERSION):
         raise sqlite3.DatabaseError(f"the index has version {version}")

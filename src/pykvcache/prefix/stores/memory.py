@@ -1,4 +1,4 @@
-"""MemoryStore: blocks in this process's memory, for tests and as the smallest example."""
+"""MemoryStore: blocks in this process's RAM, for tests and as the smallest example."""
 
 from __future__ import annotations
 
@@ -26,18 +26,17 @@ if TYPE_CHECKING:
 
 __all__ = ["MemoryStore"]
 
-#: Bytes that Python takes per block without its content: key, time, three objects, two slots.
+#: Overhead per block in bytes: key, time, three objects, two slots.
 ENTRY_BYTES = 320
 
 
 class MemoryStore(BlockStore):
-    """Keep blocks in memory, and remove the least recently used first.
+    """Keeps blocks in RAM, and removes the least recently used first.
 
     Parameters
     ----------
     max_bytes : int
-        Upper bound on all bytes that are kept, counted with 320 bytes per block for Python's
-        objects.
+        Upper bound on its bytes, including 320 bytes per block for Python's objects.
     """
 
     n_probes = 4096
@@ -53,13 +52,13 @@ class MemoryStore(BlockStore):
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
-        """Let one thread of this process use the blocks."""
+        """Hold the lock, in the process that opened the store."""
         check_process(self._pid)
         with self._lock:
             yield
 
     def contains(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the leading keys are there; see `BlockStore.contains`."""
+        """Return how many of the leading keys are stored; see `BlockStore.contains`."""
         keys = check_keys(keys)
         with self._held():
             return next((i for i, key in enumerate(keys) if key not in self._blocks), len(keys))
@@ -76,7 +75,7 @@ class MemoryStore(BlockStore):
         found = check_items(items)
         stored = 0
         with self._held():
-            # The last one first: of one call the first block is the most recent.
+            # In reverse: the first block of a call is the most recent.
             for key, view in reversed(found):
                 if key in self._blocks or self._closed:
                     self.counters.add(known=not self._closed)
@@ -136,5 +135,5 @@ class MemoryStore(BlockStore):
         return (StoreEntry(*one) for one in found)
 
     def close(self) -> None:
-        """Forget every block."""
+        """Remove every block."""
         self._closed, self._blocks, self._size = True, OrderedDict(), 0

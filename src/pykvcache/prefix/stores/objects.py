@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 __all__ = ["ObjectStore"]
 
-# The process that used obstore first: requests of its forked children would never end.
+# The first process to use obstore: requests of its forked children would never end.
 _processes: dict[str, int] = {}
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
-# Where uses are recorded, how often at most in seconds, and one of them: key, Unix time in ns.
+# Folder of the recorded uses, seconds between records, and format of a use: key, Unix time in ns.
 _USES, _RECORD_SECONDS, _USE = "uses", 60.0, struct.Struct("<32sq")
-# What S3, GCS and Azure say where a bucket is missing, rather than an object.
+# Errors of S3, GCS and Azure if the bucket is missing, rather than the object.
 _NO_BUCKET = ("NoSuchBucket", "bucket does not exist", "ContainerNotFound")
 
 
@@ -98,7 +98,7 @@ class ObjectStore(RemoteStore):
             times = {"timeout": timeout, "connect_timeout": min(timeout, 2.0)}
             client = {name: f"{max(1, round(1000 * seconds))}ms" for name, seconds in times.items()}
             options["client_options"] = client | (options.get("client_options") or {})
-            # One more try for what fails at once, within the same time.
+            # One retry, within the same timeout.
             retry = {"max_retries": 1, "retry_timeout": datetime.timedelta(seconds=timeout)}
             options.setdefault("retry_config", retry)
         elif url.startswith("file:"):
@@ -109,7 +109,7 @@ class ObjectStore(RemoteStore):
             scheme = url.partition("://")[0]
             raise StoreError(f"obstore cannot use the URL: {error}", value=scheme) from error
         self._lock = threading.Lock()
-        self._uses: dict[bytes, int] = {}  # not recorded yet: times in nanoseconds
+        self._uses: dict[bytes, int] = {}  # unrecorded uses: times in nanoseconds
         self._now = 0
         self._record_at = 0.0
         super().__init__(repr(self._store), self._n_parallel)
@@ -118,8 +118,8 @@ class ObjectStore(RemoteStore):
 
     @classmethod
     def exists(cls, address: str) -> bool:
-        """Return whether the folder of a ``file://`` URL is there; see `BlockStore.exists`."""
-        from urllib.request import url2pathname  # imports much
+        """Return whether the folder of a ``file://`` URL exists; see `BlockStore.exists`."""
+        from urllib.request import url2pathname  # a slow import
 
         url = urlsplit(address)
         return url.scheme != "file" or os.path.isdir(url2pathname(url.path))
@@ -139,14 +139,14 @@ class ObjectStore(RemoteStore):
     # The five methods -------------------------------------------------------------------
 
     def contains(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the leading keys are there; see `BlockStore.contains`."""
+        """Return how many of the leading keys are stored; see `BlockStore.contains`."""
         return sum(1 for _ in self._leading(self._has, check_keys(keys)))
 
     def _has(self, key: bytes) -> bool | None:
         return self._ask(lambda: bool(self._obstore.head(self._store, _path(key))))
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each key whether it is there, several at once; see `BlockStore.present`."""
+        """Return for each key whether it is stored, several at once; see `BlockStore.present`."""
         keys = check_keys(keys)
         there: list[bool] = []
         for wave in self._waves(keys):
@@ -188,7 +188,7 @@ class ObjectStore(RemoteStore):
         return stored
 
     def _write(self, item: tuple[bytes, memoryview]) -> bool | None:
-        """Create an object; return whether it is new, None where it could not be created."""
+        """Create an object; return whether it is new, or None after a failure."""
         key, view = item
 
         def write() -> bool:
@@ -203,7 +203,7 @@ class ObjectStore(RemoteStore):
         return self._ask(write, is_write=True)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Note that blocks are used now; it is recorded within a minute, or by `close`."""
+        """Mark blocks as used now; uses are recorded within a minute, or by `close`."""
         keys = list(dict.fromkeys(check_keys(keys)))
         with self._lock:
             self._now = max(time.time_ns(), self._now + len(keys))
@@ -274,7 +274,7 @@ class ObjectStore(RemoteStore):
     # Uses -------------------------------------------------------------------------------
 
     def _record(self) -> None:
-        """Write uses that are not recorded yet, as an object of their own."""
+        """Write the unrecorded uses as one object."""
         with self._lock:
             uses, self._uses = self._uses, {}
             self._record_at = time.monotonic() + _RECORD_SECONDS
@@ -284,7 +284,7 @@ class ObjectStore(RemoteStore):
             self._ask(lambda: self._obstore.put(self._store, path, content), is_write=True)
 
     def _recorded(self) -> tuple[dict[bytes, int], list[str]]:
-        """Return the last recorded use of each block, and where they are recorded."""
+        """Return the last recorded use of each block, and the paths of the records."""
         paths = [entry["path"] for entry in self._list(_USES)]
         uses: dict[bytes, int] = {}
 
@@ -300,10 +300,10 @@ class ObjectStore(RemoteStore):
     def _finish(self) -> None:
         self._record()
 
-    # Several requests at once -----------------------------------------------------------
+    # Parallel requests ------------------------------------------------------------------
 
     def _leading(self, work: Callable[[_T], _R | None], things: list[_T]) -> Iterator[_R]:
-        """Yield what a function returns for each thing, up to the first that is false."""
+        """Yield the results of a function for each thing, up to the first that is false."""
         for wave in self._waves(things):
             results = self._map(work, wave)
             for result in results:
@@ -314,7 +314,7 @@ class ObjectStore(RemoteStore):
                 return
 
     def _waves(self, things: list[_T]) -> Iterator[list[_T]]:
-        """Split a list into as many things as requests are made at once, until the time is over."""
+        """Yield parts of a list, one per batch of parallel requests, until the timeout."""
         end = time.monotonic() + self._timeout
         for begin in range(0, len(things), self._n_parallel):
             if time.monotonic() > end:
@@ -324,6 +324,6 @@ class ObjectStore(RemoteStore):
 
 
 def _path(key: bytes) -> str:
-    # S3 spreads its load over what names begin with.
+    # S3 spreads its load over prefixes.
     name = key.hex()
     return f"{name[:2]}/{name}"

@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 __all__ = ["RedisClusterStore", "RedisStore"]
 
-# How many bytes and keys a request moves at most, unless one block is larger.
+# Maximum bytes and keys per request, unless one block is larger.
 _REQUEST_BYTES, _REQUEST_KEYS = 2 << 20, 1024
-# The longest value that a server takes by default.
+# The longest value that a server accepts by default.
 _MAX_VALUE = 512 << 20
-# Nodes of a cluster that are asked at once.
+# Maximum number of parallel requests to the nodes of a cluster.
 _N_PARALLEL = 8
-# After a failure a cluster is asked which node has which slots, but not more often, in seconds.
+# Minimum seconds between two refreshes of a cluster's slot map, after failures.
 _REFRESH = 2.0
 # A command of one key, which is its second item.
 _Command = tuple[Any, ...]
-# The name of a node, its client, and the indices of the commands that go to it.
+# The name of a node, its client, and the indices of its commands.
 _Server = tuple[str, Any, list[int]]
 
 
@@ -106,7 +106,7 @@ class RedisStore(RemoteStore):
             text = f"{name} needs redis: {how_to_install('redis')} ({error})"
             raise ImportError(text) from error
         self._redis: Any = redis
-        # The breaker decides when to try again.
+        # The circuit breaker decides when to retry.
         options["retry"] = Retry(NoBackoff(), 0)
         url = f"{scheme.removesuffix('+cluster').replace('valkey', 'redis')}://{rest}"
         try:
@@ -125,7 +125,7 @@ class RedisStore(RemoteStore):
         return self._redis.Redis.from_url(url, **options)
 
     def _probe(self) -> None:
-        """Ask for a block that is not there; raises where blocks cannot be read."""
+        """Read a missing block; raise if blocks cannot be read."""
         self._client.get(self._prefix + bytes(KEY_SIZE))
 
     def _kind_of(self, error: Exception) -> str:
@@ -146,18 +146,18 @@ class RedisStore(RemoteStore):
             return "full"
         if is_one_of(errors.TimeoutError, TimeoutError):
             return "timed_out"
-        # While a cluster finds another node for its slots, it does not answer.
+        # A cluster that is moving slots to another node is unavailable, not refusing.
         is_refusal = is_one_of(errors.ResponseError) and not is_one_of(errors.ClusterDownError)
         return "refused" if is_refusal else "failed"
 
     # Requests ---------------------------------------------------------------------------
 
     def _servers(self, commands: Sequence[_Command]) -> list[_Server]:
-        """Return the servers, and which commands go to each."""
+        """Return the servers, and the commands for each."""
         return [("", self._client, list(range(len(commands))))]
 
     def _each(self, commands: Sequence[_Command], *, is_write: bool = False) -> list[Any]:
-        """Send commands of one key each; return the answers, False for those that failed."""
+        """Send commands of one key each; return the answers, False for failed ones."""
         answers: list[Any] = [False] * len(commands)
 
         def ask(server: _Server) -> None:
@@ -174,13 +174,13 @@ class RedisStore(RemoteStore):
     def _send(
         self, client: Any, commands: Sequence[_Command], which: list[int], answers: list[Any]
     ) -> None:
-        """Send some commands in one request, and place their answers; raise the first error."""
+        """Send some commands in one request, and store their answers; raise the first error."""
         pipeline = client.pipeline(transaction=False)
         for i in which:
             pipeline.execute_command(*commands[i])
         failure: Exception | None = None
         for i, answer in zip(which, pipeline.execute(raise_on_error=False), strict=True):
-            if isinstance(answer, self._redis.exceptions.AskError):  # or that it has moved
+            if isinstance(answer, self._redis.exceptions.AskError):  # or its subclass MovedError
                 answer = self._follow(commands[i], answer)
             if isinstance(answer, Exception):
                 failure = failure or answer
@@ -190,7 +190,7 @@ class RedisStore(RemoteStore):
             raise failure
 
     def _follow(self, command: _Command, answer: Exception) -> Any:
-        """Return the answer of the server that has a key, where another one said so."""
+        """Return the answer after following a redirection to another node, if there are nodes."""
         return answer
 
     def _commands(self, name: str, keys: Sequence[bytes]) -> list[_Command]:
@@ -199,12 +199,12 @@ class RedisStore(RemoteStore):
     # The five methods -------------------------------------------------------------------
 
     def contains(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the leading keys are there; see `BlockStore.contains`."""
+        """Return how many of the leading keys are stored; see `BlockStore.contains`."""
         there = self.present(keys)
         return there.index(False) if False in there else len(there)
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each key whether it is there; see `BlockStore.present`."""
+        """Return for each key whether it is stored; see `BlockStore.present`."""
         return [n == 1 for n in self._each(self._commands("EXISTS", check_keys(keys)))]
 
     def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
@@ -218,7 +218,7 @@ class RedisStore(RemoteStore):
         return copy_run(self.counters, values, [view for _, view in pairs])
 
     def put(self, items: Iterable[tuple[bytes, Buffer]]) -> int:
-        """Store blocks that are not there yet, 2 MiB per request; see `BlockStore.put`."""
+        """Store missing blocks, 2 MiB per request; see `BlockStore.put`."""
         found = check_items(items)
         small = [(key, view) for key, view in found if len(view) <= _MAX_VALUE]
         stored = 0
@@ -235,14 +235,14 @@ class RedisStore(RemoteStore):
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark blocks as used now, to the second; see `BlockStore.touch`."""
-        # The first one last, so that it is the most recent.
+        # In reverse, so that the first key becomes the most recent.
         self._each(self._commands("TOUCH", check_keys(keys)[::-1]))
 
     def trim(self, max_bytes: int) -> list[bytes]:
-        """Remove the least recently used blocks; walks over all keys of the server.
+        """Remove the least recently used blocks; scans all keys of the server.
 
-        Blocks that were used in the same second are removed together. A server with an LFU policy
-        does not know when blocks were used.
+        Blocks last used in the same second are removed together. A server with an LFU policy does
+        not know when blocks were used.
         """
         check_max_bytes(max_bytes)
         found = sorted(self.entries(), key=lambda entry: entry.used)
@@ -268,7 +268,7 @@ class RedisStore(RemoteStore):
         return removed
 
     def entries(self) -> Iterator[StoreEntry]:
-        """Yield every block, from a walk over all keys of the server."""
+        """Yield every block; scans all keys of the server."""
         for node, client in self._owners():
             cursor, seen = 0, set[bytes]()
             while True:
@@ -282,11 +282,11 @@ class RedisStore(RemoteStore):
                     break
 
     def _owners(self) -> list[tuple[str, Any]]:
-        """Return the servers that have blocks."""
+        """Return the names and clients of the servers that hold blocks."""
         return [("", self._client)]
 
     def _page(self, client: Any, cursor: int) -> tuple[int, list[StoreEntry]]:
-        """Return the next cursor of a walk, and some blocks."""
+        """Return the next cursor of a scan, and some blocks."""
         pattern = re.sub(rb"([*?\[\]\\])", rb"\\\1", self._prefix) + b"*"
         cursor, names = client.scan(cursor, match=pattern, count=500)
         size = len(self._prefix) + KEY_SIZE
@@ -294,12 +294,12 @@ class RedisStore(RemoteStore):
         pipeline = client.pipeline(transaction=False)
         pipeline.execute_command("INFO", "server")
         for name in names:
-            # Neither counts as a use, unlike STRLEN.
+            # Unlike STRLEN, neither counts as a use.
             pipeline.execute_command("MEMORY USAGE", name)
             pipeline.execute_command("OBJECT", "IDLETIME", name)
         info, *facts = pipeline.execute(raise_on_error=False)
         now = int(time.time())
-        if isinstance(info, dict):  # by the clock that notes uses: seconds in 24 bits
+        if isinstance(info, dict):  # correct it by the server's LRU clock, seconds in 24 bits
             now -= (now - info.get("lru_clock", now) + 0x800000 & 0xFFFFFF) - 0x800000
         return cursor, [
             StoreEntry(name[-KEY_SIZE:], n_bytes, float(now - idle) if type(idle) is int else 0.0)
@@ -337,7 +337,7 @@ class RedisClusterStore(RedisStore):
     )
 
     def _make_client(self, url: str, options: dict[str, Any]) -> Any:
-        """Return nothing yet: a client of a cluster asks for the slots when it is made."""
+        """Prepare the client, which requests the slot map when it is created; return None."""
         parts, cluster = urlsplit(url), self._redis.cluster
         login, at, hosts = parts.netloc.rpartition("@")
         if not (names := [name for name in hosts.split(",") if name]):
@@ -357,7 +357,7 @@ class RedisClusterStore(RedisStore):
         super()._probe()
 
     def _is_connected(self) -> bool:
-        """Return whether it is known which node has which slots; ask again after failures."""
+        """Return whether the slot map is known; refresh it after failures."""
         if self._client is None:
             self._client = self._ask(self._connect)
         elif time.monotonic() > self._refreshed_at + _REFRESH and (
@@ -365,7 +365,7 @@ class RedisClusterStore(RedisStore):
         ):
             self._refreshed_at, self._has_gaps = time.monotonic(), False
             self._ask(self._client.nodes_manager.initialize)
-            # A node that has lost its slots is not asked any more, and cannot fail.
+            # A node without slots gets no more requests, so its breaker would stay open.
             for name in {*self._breakers} - {node.name for node in self._client.get_primaries()}:
                 self._breakers.pop(name, None)
         return self._client is not None
@@ -401,7 +401,7 @@ class RedisClusterStore(RedisStore):
 
 
 def _groups(pairs: list[tuple[bytes, memoryview]]) -> Iterator[list[tuple[bytes, memoryview]]]:
-    """Split a run such that a request moves about 2 MiB."""
+    """Split a run into groups of about 2 MiB."""
     group: list[tuple[bytes, memoryview]] = []
     size = 0
     for pair in pairs:

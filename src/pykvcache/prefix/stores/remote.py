@@ -1,4 +1,4 @@
-"""RemoteStore: what a store does when its server is slow, full, gone, or refuses a request."""
+"""RemoteStore: handles servers that are slow, full or gone, or that refuse a request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FIRST, _LONGEST = 0.5, 30.0
 
 
 class Breaker:
-    """A circuit breaker: after a failure requests pause, each time twice as long."""
+    """A circuit breaker: a failure stops requests for a pause, which doubles each time."""
 
     def __init__(self) -> None:
         self._pause = self._until = self._failed_at = 0.0
@@ -38,7 +38,7 @@ class Breaker:
         return self._pause > 0
 
     def allow(self) -> bool:
-        """Return whether to make a request: after a pause one, to find out."""
+        """Return whether to make a request; a single one after a pause."""
         now = time.monotonic()
         if now < self._until:
             return False
@@ -46,13 +46,13 @@ class Breaker:
         return True
 
     def succeeded(self) -> None:
-        """Note an answer."""
+        """Reset the pause after an answer."""
         self._pause = self._until = 0.0
 
     def failed(self, began: float) -> bool:
-        """Note a failure of a request that began then; return whether it is the first one.
+        """Start a pause after a failure; return whether it is the first one.
 
-        Requests that were under way together are one failure.
+        Failures of concurrent requests, by their time ``began``, count as one.
         """
         is_first = self._pause == 0.0
         if is_first or began >= self._failed_at:
@@ -63,17 +63,17 @@ class Breaker:
 
 
 class RemoteStore(BlockStore):
-    """A store behind a network: requests that fail are counted, logged once, and end here.
+    """A store on a server: failed requests are counted and logged once, not raised.
 
-    A subclass makes its requests through `_ask`, several at once through `_map`, and tells by
-    `_kind_of` what an error means. ``name`` names the server in messages, without a password.
+    A subclass makes its requests through `_ask`, in parallel through `_map`, and classifies errors
+    in `_kind_of`. ``name`` is the server's name in messages, without a password.
     """
 
     def __init__(self, name: str, n_parallel: int) -> None:
         self._name = name
         self._pid = os.getpid()
         self._closed = False
-        # Of each server, and of writes to all.
+        # One for each server, and one for all writes.
         self._breakers: defaultdict[str, Breaker] = defaultdict(Breaker)
         self._writes = Breaker()
         self._pool = ThreadPoolExecutor(n_parallel, "pykvcache-store")
@@ -83,7 +83,7 @@ class RemoteStore(BlockStore):
 
     @abstractmethod
     def _kind_of(self, error: Exception) -> str:
-        """Return what an error of a request means.
+        """Return the kind of a request's error.
 
         Returns
         -------
@@ -93,12 +93,12 @@ class RemoteStore(BlockStore):
         """
 
     def _check_server(self, probe: Callable[[], object]) -> None:
-        """Make a first request; a server that does not answer may come later.
+        """Make a first request; a server that does not answer yet is no error.
 
         Raises
         ------
         StoreError
-            The server answers, and refuses the request: this store would never work.
+            The server refuses the request, so this store would never work.
         """
         began = time.monotonic()
         try:
@@ -112,10 +112,10 @@ class RemoteStore(BlockStore):
             self._note(error, kind, "", began)
 
     def _ask(self, work: Callable[[], _T], node: str = "", *, is_write: bool = False) -> _T | None:
-        """Make a request; None where it failed, or was not made because earlier ones had.
+        """Make a request; return None if it failed, or was not made because earlier ones failed.
 
-        ``node`` is which of several servers it goes to: each fails by itself. A server that is full
-        or read-only refuses writes.
+        ``node`` is the server, each with its own circuit breaker. If a server is full or read-only,
+        only writes are stopped.
         """
         check_process(self._pid)
         if self._closed:
@@ -127,7 +127,7 @@ class RemoteStore(BlockStore):
         began = time.monotonic()
         try:
             result = work()
-        except Exception as error:  # of the client, of its parser, or of its socket
+        except Exception as error:  # from the client, its parser or its socket
             self._note(error, self._kind_of(error), node, began, is_write=is_write)
             return None
         breaker.succeeded()
@@ -138,7 +138,7 @@ class RemoteStore(BlockStore):
     def _note(
         self, error: Exception, kind: str, node: str, began: float, *, is_write: bool = False
     ) -> None:
-        """Count a failure, hold further requests back, and log the first one."""
+        """Count a failure, open the circuit breaker, and log the first one."""
         breaker = self._breakers[node]
         if kind == "missing":
             breaker.succeeded()
@@ -156,7 +156,7 @@ class RemoteStore(BlockStore):
             _log.warning(text, f"{self._name}, {node}" if node else self._name, error)
 
     def _map(self, work: Callable[[_T], _R], things: Sequence[_T]) -> list[_R]:
-        """Return what a function returns for each thing; several at once, and all have ended."""
+        """Return the results of a function for each thing; calls run in parallel, and all end."""
         check_process(self._pid)
         if len(things) < 2:
             return [work(thing) for thing in things]
@@ -167,7 +167,7 @@ class RemoteStore(BlockStore):
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """Finish pending work and close connections, once, in the process that made them."""
+        """Finish pending work and close connections, in the process that opened them."""
         if not self._closed and self._pid == os.getpid():
             self._finish()
             self._pool.shutdown(wait=False)
@@ -175,4 +175,4 @@ class RemoteStore(BlockStore):
 
     @abstractmethod
     def _finish(self) -> None:
-        """Do what `close` has to do first; may raise nothing."""
+        """Finish pending work and close connections; must not raise."""

@@ -1,6 +1,6 @@
 """Functions over stores: open one by its address, measure it, verify its blocks.
 
-``pykvcache cache`` is made of them; none needs a model.
+``pykvcache cache`` uses them; none needs a model.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pykvcache.prefix.stores.redis import RedisStore
 
 __all__ = ["Usage", "open_existing", "open_store", "usage", "verify"]
 
-# Timeouts of a server in seconds, where no request of a model waits.
+# Timeouts of a server in seconds, for tools, which delay no model.
 _PATIENT = {"timeout": 30.0, "connect_timeout": 5.0}
-# Where the header of a sealed block has its key.
+# Position of the key in the header of a sealed block.
 _KEY = slice(16, 48)
 
 
@@ -31,16 +31,16 @@ def open_store(where: str | os.PathLike[str] | BlockStore, **options: Any) -> Bl
     Parameters
     ----------
     where : str, PathLike or BlockStore
-        A folder is a `FolderStore`, ``redis://`` and its kin a `RedisStore`, ``redis+cluster://``
+        A folder is a `FolderStore`, ``redis://`` and the like a `RedisStore`, ``redis+cluster://``
         a `RedisClusterStore`, ``s3://``, ``gs://``, ``az://``, ``file://`` an `ObjectStore`. A
-        store is returned as it is. A class of your own is found by its `schemes`.
+        store is returned unchanged. A class of your own is found by its `schemes`.
     **options
         Passed to the class.
 
     Raises
     ------
     StoreError
-        The URL is of no known kind, or what the class raises.
+        The scheme of the URL is unknown, or the class raises it.
     """
     if isinstance(where, BlockStore):
         return where
@@ -52,7 +52,7 @@ def open_store(where: str | os.PathLike[str] | BlockStore, **options: Any) -> Bl
 
 
 def _kind_of(scheme: str) -> type[Any]:
-    """Return the class of a store, of a user's as well, whose addresses begin like this."""
+    """Return the class of stores with this URL scheme, users' classes included."""
     known: dict[str, type[BlockStore]] = {}
     kinds: list[Any] = [BlockStore]
     for kind in kinds:
@@ -67,14 +67,14 @@ def _kind_of(scheme: str) -> type[Any]:
 
 
 def open_existing(where: str) -> BlockStore:
-    """Return the store at an address, for a tool: nothing is made that is not there.
+    """Return the existing store at an address, for a tool; create nothing.
 
     Raises
     ------
     FileNotFoundError, NotADirectoryError
         There is no such folder or store.
     StoreError
-        The address is of no known kind, or cannot be used.
+        The scheme of the address is unknown, or it cannot be used.
     """
     where = as_path(where, "a store", error=StoreError)
     scheme, separator, _ = where.partition("://")
@@ -96,14 +96,14 @@ def open_existing(where: str) -> BlockStore:
 
 @dataclass(frozen=True)
 class Usage:
-    """How full a store is.
+    """The size of a store's contents.
 
     Attributes
     ----------
     n_blocks, n_bytes
-        Number of its blocks, and the bytes that they take.
+        Number of its blocks, and their bytes.
     oldest, newest
-        When the least and the most recent block were used, Unix time; None in an empty store.
+        Last use of the least and the most recently used block, Unix time; None if it is empty.
     """
 
     n_blocks: int
@@ -113,7 +113,7 @@ class Usage:
 
 
 def usage(store: BlockStore) -> Usage:
-    """Return how full a store is; walks over all of its blocks."""
+    """Return the size of a store's contents; lists all of its blocks."""
     n_blocks = n_bytes = 0
     oldest = newest = None
     for entry in store.entries():
@@ -125,7 +125,7 @@ def usage(store: BlockStore) -> Usage:
 
 
 class _ByName(Envelope):
-    """An envelope that takes the names of blocks in their store for their keys."""
+    """An envelope whose keys are the names under which blocks are stored."""
 
     def name(self, key: bytes) -> bytes:
         return key
@@ -139,19 +139,19 @@ def verify(
     Parameters
     ----------
     store
-        All of its blocks are read; blocks that are removed in the meantime are left out.
+        The store to read; blocks that are removed during the call are left out.
     secret
         The secret of the writers. Without it encrypted blocks are ``LOCKED``.
     """
     envelope = _ByName(model="any", layout="any", secret=secret)
     for entry in store.entries():
         buffer = fresh(entry.size)
-        # Reused memory may still hold this very block, which would complete one that was cut.
+        # Reused memory may still hold this very block, which would complete a truncated one.
         edge = min(16, len(buffer))
         buffer[:edge] = buffer[len(buffer) - edge :] = bytes(edge)
         if not store.get_into([entry.key], [buffer]):
             continue
         found = envelope.open(entry.key, buffer)
         if found is Rejection.FOREIGN and buffer[_KEY] == entry.key:
-            found = memoryview(b"")  # whole; of some model and layout
+            found = memoryview(b"")  # intact, whatever its model and layout
         yield entry, found if isinstance(found, Rejection) else None

@@ -197,8 +197,8 @@ def check_tree(
             assert one.node is node
             assert one.held == held[one], one
             n_bytes += one.n_bytes + (shape.node_bytes if one.kind else 0)
-            assert one.is_spare == (one in tree._spare)
-            assert not (one.is_spare and one.held)
+            assert one.is_speculative == (one in tree._speculative)
+            assert not (one.is_speculative and one.held)
             assert len(one.sizes) == len(one.chunks) or one.kind is Kind.STATE
             assert all(chunk is not None for chunk in one.chunks)
         (check_content or check_chunks)(node, shape)
@@ -213,7 +213,7 @@ def check_tree(
         n_bytes += tree._root_bytes(str(root.namespace))
     counted = (tree.n_bytes, tree.n_blocks, tree.n_states)
     assert counted == (n_bytes, n_blocks, n_states)
-    assert set(tree._spare) <= {one for node in nodes for one in node.components()}
+    assert set(tree._speculative) <= {one for node in nodes for one in node.components()}
     if tree.used_bytes > tree.max_bytes:
         assert not any(one.is_evictable for node in nodes for one in node.components())
 

@@ -74,7 +74,7 @@ def test_lower_priorities_leave_first(kinds, policy):
         nonlocal n_evicted
         one = choose()
         components = (one for node in tree.nodes() for one in node.components())
-        ranked = [one.priority for one in components if one.is_evictable and not one.is_spare]
+        ranked = [one.priority for one in components if one.is_evictable and not one.is_speculative]
         assert min(ranked, default=None) == (one and one.priority)
         n_evicted += one is not None
         return one

@@ -190,7 +190,7 @@ class Component:
         Tokens saved per byte.
     held : int
         Number of sequences and pins that hold it.
-    is_spare : bool
+    is_speculative : bool
         Whether it was saved speculatively: window cells in the middle of a prompt, or a state that
         no prompt has ended at or resumed from yet. Such components are evicted first.
     """
@@ -199,7 +199,7 @@ class Component:
         "chunks",
         "created",
         "held",
-        "is_spare",
+        "is_speculative",
         "kind",
         "last_use",
         "n_bytes",
@@ -224,7 +224,7 @@ class Component:
         self.created = self.last_use = now
         self.priority = priority
         self.weight = weight
-        self.is_spare = False
+        self.is_speculative = False
         self.notes: Any = None
         self.stamp = -1
 

@@ -57,7 +57,7 @@ class PrefixTree:
         self.removed: list[bytes] = []
         self._root_name = root
         self._roots: dict[str, Node] = {}
-        self._spare: OrderedDict[Component, None] = OrderedDict()
+        self._speculative: OrderedDict[Component, None] = OrderedDict()
         self._is_ours = isinstance(policy, str)
         self.policy = make_policy(policy)
         #: If lowered, the next change evicts. Held nodes stay, even above the budget.
@@ -131,14 +131,14 @@ class PrefixTree:
         one.uses += 1
         one.last_use = self.clock
         one.priority = max(one.priority, priority)
-        if one.is_spare:
+        if one.is_speculative:
             self._promote(one)
         self.policy.used(one)
 
     def _promote(self, one: Component) -> None:
         """Hand a speculative component to the policy."""
-        one.is_spare = False
-        del self._spare[one]
+        one.is_speculative = False
+        del self._speculative[one]
         self.policy.added(one)
         if one.is_evictable:
             self.policy.evictable(one)
@@ -201,7 +201,7 @@ class PrefixTree:
         head.attention = self._split_component(node.attention, head)
         if node.window is not None and node.window.start < at:
             one = head.window = self._split_component(node.window, head)
-            if one.is_evictable and not one.is_spare:
+            if one.is_evictable and not one.is_speculative:
                 self.policy.evictable(one)
         return head
 
@@ -228,10 +228,10 @@ class PrefixTree:
         if tail.kind is Kind.WINDOW:
             head.held = tail.held
             self.n_bytes += self.shape.node_bytes
-        if tail.is_spare:
-            head.is_spare = True
-            self._spare[head] = None
-            self._spare.move_to_end(head, last=False)
+        if tail.is_speculative:
+            head.is_speculative = True
+            self._speculative[head] = None
+            self._speculative.move_to_end(head, last=False)
         else:
             self.policy.split(head, tail)
         return head
@@ -264,7 +264,7 @@ class PrefixTree:
             first = self._node_of(node, resume.window_first + 1).start
         hold = Hold(node, first, resume.state)
         for one in self._held_by(hold):
-            if one.is_spare:
+            if one.is_speculative:
                 self._promote(one)
             one.held += 1
         return hold
@@ -492,10 +492,10 @@ class PrefixTree:
         """Return the bytes of a node without its components."""
         return self.shape.node_bytes + len(node.tokens) if self.shape.node_bytes else 0
 
-    def _new_spare(self, node: Node, kind: Kind, priority: int) -> Component:
+    def _new_speculative(self, node: Node, kind: Kind, priority: int) -> Component:
         one = Component(node, kind, self.clock, self.shape.weight, priority)
-        one.is_spare = True
-        self._spare[one] = None
+        one.is_speculative = True
+        self._speculative[one] = None
         self.n_bytes += self.shape.node_bytes
         return one
 
@@ -518,7 +518,7 @@ class PrefixTree:
     def _prepend_windows(self, node: Node, begin: int, end: int, priority: int) -> None:
         """Add speculative window cells of ``[begin, end)`` in front of a node's window."""
         one = node.window
-        if one is not None and not one.is_spare:
+        if one is not None and not one.is_speculative:
             # They are evicted before its window, so they need a node of their own.
             at = self._chunk_before(node, end)
             if begin < at:
@@ -528,7 +528,7 @@ class PrefixTree:
         if begin >= end:
             return
         if one is None:
-            one = node.window = self._new_spare(node, Kind.WINDOW, priority)
+            one = node.window = self._new_speculative(node, Kind.WINDOW, priority)
         sizes = cut(begin, end, self.shape.block_size)
         one.sizes, one.chunks = [*sizes, *one.sizes], [None] * len(sizes) + one.chunks
         self._count(one)
@@ -538,7 +538,7 @@ class PrefixTree:
         before = next((at.end for at in node.path() if at is not node and at.state), 0)
         one = node.state
         if one is None:
-            one = node.state = self._new_spare(node, Kind.STATE, priority)
+            one = node.state = self._new_speculative(node, Kind.STATE, priority)
             one.chunks = [EndState()]
         known = one.chunks[0]
         one.chunks = [end.with_all_of(known)]
@@ -556,7 +556,7 @@ class PrefixTree:
         for one in wanted:
             one.last_use = self.clock
             one.priority = max(one.priority, plan.priority)
-            if one.is_spare:
+            if one.is_speculative:
                 self._promote(one)
             if one.is_evictable:
                 self.policy.evictable(one)  # its priority may have changed
@@ -567,7 +567,7 @@ class PrefixTree:
         """Evict until the budget is met; return False if held components prevent that."""
         policy, has_notes = self.policy, self.shape.node_bytes > 0
         while (excess := self.n_bytes + (policy.n_bytes if has_notes else 0) - self.max_bytes) > 0:
-            one = next(iter(self._spare), None) or policy.victim()
+            one = next(iter(self._speculative), None) or policy.victim()
             if one is None:
                 return False
             if not self._is_ours:
@@ -590,7 +590,7 @@ class PrefixTree:
 
     def _n_leaving(self, one: Component, excess: int) -> int:
         """Return how many chunks of a component must be evicted to meet the budget."""
-        if one.kind is Kind.STATE or (self.policy.whole and not one.is_spare):
+        if one.kind is Kind.STATE or (self.policy.whole and not one.is_speculative):
             return len(one.chunks)
         cell, chunk = self.shape.cell_bytes(one.kind), self.shape.chunk_bytes
         n = 0
@@ -653,7 +653,7 @@ class PrefixTree:
             self.policy.evictable(parent.attention)
 
     def _tell_removing(self, one: Component, n_tokens: int) -> None:
-        if not one.is_spare:
+        if not one.is_speculative:
             self.policy.removing(one, n_tokens)
 
     def _drop_chunks(self, one: Component, begin: int, end: int) -> None:
@@ -667,8 +667,8 @@ class PrefixTree:
 
     def _drop(self, one: Component) -> None:
         self._tell_removing(one, one.n_tokens)
-        if one.is_spare:
-            del self._spare[one]
+        if one.is_speculative:
+            del self._speculative[one]
         if one.kind is Kind.WINDOW:
             one.node.window = None
         else:

@@ -224,7 +224,7 @@ class CacheCore:
             request.is_searched = True
             if self.has_tiers:
                 deliver = weakref.WeakMethod(self.deliver)  # a search does not keep the cache alive
-                # With the token after it: a state at its end is of use where the prompt goes on.
+                # With one more token: a state after the shareable ones is of use if tokens follow.
                 ledger = request.cells.ledger
                 tokens = ledger.part(0, ledger.n_base + 1).tobytes()
                 request.search = self.link.search(tokens, request.space, request.usable, deliver)

@@ -148,9 +148,9 @@ class Offer:
 class Plan(Offer):
     """The part of an offer to insert: the windows and states that are missing and fit.
 
-    ``slack`` tokens before its windows are kept with them. Other prompts diverge after ``parting``
-    tokens (0 if unknown).
+    ``slack`` tokens before its windows are kept with them. Other prompts diverge after
+    ``divergence`` tokens (0 if unknown).
     """
 
     slack: int = 0
-    parting: int = 0
+    divergence: int = 0

@@ -293,7 +293,7 @@ class Node:
         Its other components.
     namespace : str or None
         The space of a root; None for other nodes.
-    is_parting : bool
+    diverges : bool
         Whether prompts have diverged at its end.
     """
 
@@ -302,8 +302,8 @@ class Node:
         "_names",
         "attention",
         "children",
+        "diverges",
         "end",
-        "is_parting",
         "namespace",
         "parent",
         "start",
@@ -321,7 +321,7 @@ class Node:
         self.window: Component | None = None
         self.state: Component | None = None
         self.namespace: str | None = None
-        self.is_parting = False
+        self.diverges = False
         self._key = key  # checksum of the path before it
         self._names: list[bytes] | None = None
 

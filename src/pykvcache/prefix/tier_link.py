@@ -255,8 +255,8 @@ class TierLink:
             for i, name in enumerate(names)
         ]
         match = out.match
-        partings = [node.end for node in match.nodes() if node.is_parting and node.end <= match.n]
-        places = sorted({end for end in (*ends, *states, *partings) if end >= size})
+        divergences = [node.end for node in match.nodes() if node.diverges and node.end <= match.n]
+        places = sorted({end for end in (*ends, *states, *divergences) if end >= size})
         windows = set[int]()
         for end in places:
             windows.update(self._window_blocks(end))

@@ -324,21 +324,21 @@ class PrefixTree:
             states.update(match.states())
             n = shape.deepest(n, windows, states)
         ends, slack = [end for end in offer.ends if 0 < end < n], shape.slack
-        parting = list[int]()
+        shared = list[int]()
         if shape.needs_state and (at := shape.deepest(max([0, *ends]) - 1, windows, states)) > 0:
             # The last resume point before the prompt's end; other prompts can use it, too.
-            parting = [at]
-        elif shape.window_start is not None and (at := self._parting(match, n)) < n - slack:
+            shared = [at]
+        elif shape.window_start is not None and (at := self._divergence(match, n)) < n - slack:
             at = shape.deepest(at, windows, states)
             # If only one window fits, it is kept where it saves the most tokens.
-            parting = [at] if 2 * at > n else []
-        ends = sorted({*ends, *parting})
+            shared = [at] if 2 * at > n else []
+        ends = sorted({*ends, *shared})
         budget = self.max_bytes if is_limited else math.inf
         while n and self._least_bytes(n, [*ends, n], slack, offer) > budget:
-            if ends != parting:
-                ends = parting
-            elif parting:
-                n, ends, parting = parting[0], [], []
+            if ends != shared:
+                ends = shared
+            elif shared:
+                n, ends, shared = shared[0], [], []
             elif slack:
                 # Without slack, the prefix ends `slack` tokens earlier, where prompts may diverge.
                 n, slack = shape.deepest(max(0, n - slack), windows, states), 0
@@ -351,15 +351,15 @@ class PrefixTree:
                 taken[at] = end
         if n <= match.n and not missing and not taken:
             return None
-        parted = 0 if shape.window_start is None else self._parting(match, n)
-        return Plan(n, missing, taken, [*ends, n], offer.priority, slack, parted)
+        diverged = 0 if shape.window_start is None else self._divergence(match, n)
+        return Plan(n, missing, taken, [*ends, n], offer.priority, slack, diverged)
 
     @staticmethod
-    def _parting(match: Match, n: int) -> int:
+    def _divergence(match: Match, n: int) -> int:
         """Return where other prompts diverge from the first n tokens; 0 if unknown."""
         node = match.node
-        parts = bool(node.children) or node.is_parting or not match.is_whole
-        return min(n, match.n) if parts else 0
+        is_known = bool(node.children) or node.diverges or not match.is_whole
+        return min(n, match.n) if is_known else 0
 
     def _least_bytes(self, n: int, ends: Sequence[int], slack: int, offer: Offer) -> int:
         """Return the bytes of a prompt of n tokens with resume points at ``ends``."""
@@ -427,8 +427,8 @@ class PrefixTree:
             self._add_windows(node, first, last, plan.priority)
         for at, end in plan.states.items():
             self._add_state(self._boundary(self._node_of(node, at), at), end, plan.priority)
-        if plan.parting:
-            self._boundary(self._node_of(node, plan.parting), plan.parting).is_parting = True
+        if plan.divergence:
+            self._boundary(self._node_of(node, plan.divergence), plan.divergence).diverges = True
         has_more = not self.shape.is_plain
         for each in node.path():
             each.attention.last_use = self.clock

@@ -210,9 +210,9 @@ class PrefixCache(Closing):
             A token is not in this model's vocabulary.
         """
         with self._core.pool:
-            space = self._core.space(namespace)
+            namespace = self._core.namespace(namespace)
             ids = as_tokens(self.context, tokens)[: self.context.n_ctx_seq]
-            one = Prefetch(ids.tobytes(), self._core.current_space(space))
+            one = Prefetch(ids.tobytes(), self._core.current_space(namespace))
             self._core.prefetch(one)
         return one
 
@@ -240,10 +240,10 @@ class PrefixCache(Closing):
             ``ttl`` is negative or not a number.
         """
         with self._core.pool:
-            space = self._core.space(namespace)
+            namespace = self._core.namespace(namespace)
             ids = as_tokens(self.context, tokens)
             until = math.inf if ttl is None else time.monotonic() + as_seconds(ttl, "ttl")
-            return self._core.blocks.pin(ids.tobytes(), self._core.current_space(space), until)
+            return self._core.blocks.pin(ids.tobytes(), self._core.current_space(namespace), until)
 
     def forget(self, tokens: str | TokenInput, *, namespace: str | None = None) -> None:
         """Remove tokens, every continuation of them, and ancestors that no other prompt uses.
@@ -260,8 +260,8 @@ class PrefixCache(Closing):
             Namespace of the tokens; default: the cache's.
         """
         with self._core.pool:
-            space = self._core.space(namespace)
-            self._core.forget(as_tokens(self.context, tokens).tobytes(), space)
+            namespace = self._core.namespace(namespace)
+            self._core.forget(as_tokens(self.context, tokens).tobytes(), namespace)
 
     def clear(self, namespace: str | None = None) -> None:
         """Empty the RAM cache, or remove one namespace from it; live sequences keep their cells.

@@ -161,9 +161,9 @@ class CacheCore:
 
         Arguments are as for `PrefixCache.sequence`; ``keep`` as for `CachedSequence.close`.
         """
-        space = self.space(namespace)
+        namespace = self.namespace(namespace)
         cells = SequenceCells(self.pool, Ledger(), self._checkpoints)
-        request = Request(cells, space, space, priority)
+        request = Request(cells, namespace, namespace, priority)
         self._enter(request)
         sequence = CachedSequence._made(self.context, cells)
         sequence._core, sequence._request = self, request
@@ -409,7 +409,7 @@ class CacheCore:
         """Whether the cache or its context is closed."""
         return self._is_closed or self._native.is_closed
 
-    def space(self, namespace: str | None) -> str:
+    def namespace(self, namespace: str | None) -> str:
         """Return a namespace, by default the cache's; raise `ClosedError` if it is closed."""
         self.check_open()
         return self._namespace if namespace is None else as_namespace(namespace)

@@ -281,7 +281,7 @@ class Program:
             assert not isinstance(event, BlockStored)
             if isinstance(event, Stored):
                 assert space is not None
-                assert event.namespace != space, "the tokens of what was cleared wait"
+                assert event.space != space, "the tokens of what was cleared wait"
         self.read_events()
         assert self.stored == self.names()
 

@@ -174,7 +174,7 @@ def admit(
     source: Source,
     tokens: bytes,
     match: Match,
-    namespace: str,
+    space: str,
     offer: Offer,
     owner: object | None = None,
 ) -> None:
@@ -185,7 +185,7 @@ def admit(
     plan = blocks.tree.plan(match, offer, is_limited=owner is None)
     if plan is None:
         return
-    holes = blocks.insert(tokens, plan, match, namespace, owner)
+    holes = blocks.insert(tokens, plan, match, space, owner)
     try:
         for one in holes:
             n = one.n_missing

@@ -175,10 +175,10 @@ class BlockCache:
 
     # Pins ---------------------------------------------------------------------------------------
 
-    def pin(self, tokens: bytes, namespace: str, until: float) -> Pin:
+    def pin(self, tokens: bytes, space: str, until: float) -> Pin:
         """Hold the cached prefix of some tokens until a time on the monotonic clock."""
         with self.change():
-            match = self.tree.match(tokens, namespace)
+            match = self.tree.match(tokens, space)
             resume = self.tree.resume(match, match.n)
             pin = Pin(self, resume.n, until)
             if resume.n:
@@ -207,7 +207,7 @@ class BlockCache:
         tokens: bytes,
         plan: Plan,
         match: Match,
-        namespace: str,
+        space: str,
         owner: object | None = None,
     ) -> list[Component]:
         """Insert a plan, within a change, and evict to make room for it.
@@ -219,7 +219,7 @@ class BlockCache:
         known, n_removed = match.n // size, len(tree.removed)
         # Before the eviction, which may remove known blocks to make room for new ones.
         parent = match.node.name_at(known, size) if known else b""
-        match, hold = tree.insert(tokens, plan, match, namespace, keep=owner is not None)
+        match, hold = tree.insert(tokens, plan, match, space, keep=owner is not None)
         if hold is not None:
             self.release(owner, is_use=False)
             self._holds[id(owner)] = _Owned(weakref.ref(owner), hold)
@@ -232,7 +232,7 @@ class BlockCache:
         if (n := match.n // size - known) > 0:
             before = parent if known else None
             text = text[: n * size * TOKEN_SIZE]
-            self._actions.stored = Stored(parent, before, text, size, namespace)
+            self._actions.stored = Stored(parent, before, text, size, space)
             self.stored += n
         return tree.holes(match)
 
@@ -247,9 +247,9 @@ class BlockCache:
         self.tree.removed[n_removed:] = left
         self.stored -= len(new)
 
-    def clear(self, namespace: str | None) -> None:
-        """Remove all tokens of a namespace, or of all."""
-        self.tree.clear(namespace)
+    def clear(self, space: str | None) -> None:
+        """Remove all tokens of a space, or of all."""
+        self.tree.clear(space)
         self._memory.trim()
 
 

@@ -90,9 +90,9 @@ def block_names(parent: bytes, tokens: bytes, block_bytes: int) -> list[bytes]:
 class NamedPrompt:
     """The tokens of a prompt, as bytes, and the hashes of its full blocks (``names``)."""
 
-    def __init__(self, root: bytes, tokens: bytes, block_size: int, namespace: str = "") -> None:
+    def __init__(self, root: bytes, tokens: bytes, block_size: int, space: str = "") -> None:
         self.root, self.tokens = root, tokens
-        self.block_size, self.namespace = block_size, namespace
+        self.block_size, self.space = block_size, space
         self.names = block_names(root, tokens, block_size * TOKEN_SIZE)
 
     def __len__(self) -> int:

@@ -123,7 +123,7 @@ class Stored:
     parent: bytes | None
     tokens: bytes
     block_size: int
-    namespace: str
+    space: str
     medium: str = _MEMORY
     time: float = field(default_factory=time.time)
 
@@ -231,8 +231,8 @@ class EventLog:
         if self._callbacks:
             self._say(self._callbacks, _public(event))
 
-    def withdraw(self, namespace: str | None) -> set[tuple[str, bytes]]:
-        """Drop the unread `BlockStored` events of a namespace, or of all, without leaving a gap.
+    def withdraw(self, space: str | None) -> set[tuple[str, bytes]]:
+        """Drop the unread `BlockStored` events of a space, or of all, without leaving a gap.
 
         Blocks stored and removed unread are not reported; the removal of others still is.
 
@@ -244,7 +244,7 @@ class EventLog:
         kept, unread = deque[tuple[CacheEvent | Stored, int]](), set[tuple[str, bytes]]()
         with self._lock:
             for event, size in self._events:
-                if isinstance(event, Stored) and namespace in (None, event.namespace):
+                if isinstance(event, Stored) and space in (None, event.space):
                     unread.update((event.medium, key) for key in event.names)
                     continue
                 # Removals from tiers stay: subscribers have received the events dropped here.

@@ -112,7 +112,7 @@ class TierLink:
 
     # Loading ------------------------------------------------------------------------------------
 
-    def search(self, tokens: bytes, namespace: str, known: int, deliver: Deliver) -> Load | None:
+    def search(self, tokens: bytes, space: str, known: int, deliver: Deliver) -> Load | None:
         """Start to load what RAM lacks of a prompt; None if the request need not wait.
 
         If loading is estimated to take longer than the request may wait, the tiers are not read,
@@ -123,7 +123,7 @@ class TierLink:
         n, shape = len(tokens) // TOKEN_SIZE, self._memory.shape
         if n - 1 <= known or n < shape.block_size:
             return None
-        wanted = self._wanted(tokens, namespace, known)
+        wanted = self._wanted(tokens, space, known)
         evaluation = self.evaluation.seconds(known, n)
         loading = self.tiers.estimate(wanted.n_bytes + self._state_bytes)
         wait = _WAIT * evaluation if self._tier_seconds is None else self._tier_seconds
@@ -144,30 +144,30 @@ class TierLink:
         load.start()
         return load if is_awaited else None
 
-    def cancel(self, tokens: bytes, namespace: str | None) -> None:
+    def cancel(self, tokens: bytes, space: str | None) -> None:
         """Cancel the loads, in one space or in all, whose prompt extends these tokens.
 
         A prompt that is a prefix of the tokens is cancelled, too.
         """
         for load in list(self._loads):
             prompt = load.wanted.prompt
-            if namespace in (None, prompt.namespace) and is_on_path(prompt.tokens, tokens):
+            if space in (None, prompt.space) and is_on_path(prompt.tokens, tokens):
                 load.cancel()
 
-    def prefetch(self, tokens: bytes, namespace: str, known: int) -> Load:
+    def prefetch(self, tokens: bytes, space: str, known: int) -> Load:
         """Return a load of what RAM lacks of a prompt and has room for; the caller runs it."""
         shape = self._memory.shape
         cell = max(1, shape.attention_bytes + shape.chunk_bytes // shape.block_size)
         most = self._blocks.max_bytes // cell
-        wanted = self._wanted(tokens, namespace, known, most)
+        wanted = self._wanted(tokens, space, known, most)
         return Load(self.tiers.tiers, wanted)
 
-    def _wanted(self, tokens: bytes, namespace: str, known: int, most: int | None = None) -> Wanted:
+    def _wanted(self, tokens: bytes, space: str, known: int, most: int | None = None) -> Wanted:
         """Return what to load of the first ``most`` tokens of a prompt: what RAM lacks."""
         shape, n = self._memory.shape, len(tokens) // TOKEN_SIZE
         size = shape.block_size
-        match = self._blocks.tree.match(tokens, namespace)
-        prompt = self._named(tokens, namespace)
+        match = self._blocks.tree.match(tokens, space)
+        prompt = self._named(tokens, space)
         first, last = (union(match.windows()) or [(0, 0)])[-1]
         # A state after the whole prompt is useless without logits, because it cannot be truncated.
         limit = n if self._n_row or not shape.needs_state else n - 1
@@ -185,9 +185,9 @@ class TierLink:
             n_row=self._n_row,
         )
 
-    def _named(self, tokens: bytes, namespace: str) -> NamedPrompt:
+    def _named(self, tokens: bytes, space: str) -> NamedPrompt:
         size = self._memory.shape.block_size
-        return NamedPrompt(self.root(namespace), tokens, size, namespace)
+        return NamedPrompt(self.root(space), tokens, size, space)
 
     def keep(self, load: Load, owner: object | None = None) -> None:
         """Store the result of a load in RAM: all of it, held by an owner, or as much as fits."""
@@ -203,9 +203,8 @@ class TierLink:
             offer.states[found.n] = end
         source: Source = _LoadedCells(self._memory, found)
         with self._blocks.change():
-            tokens, namespace = prompt.tokens, prompt.namespace
-            match = self._blocks.tree.match(tokens, namespace)
-            admit(self._blocks, source, tokens, match, namespace, offer, owner)
+            match = self._blocks.tree.match(prompt.tokens, prompt.space)
+            admit(self._blocks, source, prompt.tokens, match, prompt.space, offer, owner)
 
     def _end_state(self, found: Loaded) -> EndState:
         """Return the state and the logits of a tail record; raise if the memory rejects them."""
@@ -232,7 +231,7 @@ class TierLink:
     def write(
         self,
         tokens: bytes,
-        namespace: str,
+        space: str,
         ends: Collection[int],
         source: Source | None,
         states: dict[int, EndState],
@@ -245,11 +244,11 @@ class TierLink:
         of it is new.
         """
         size = self._memory.shape.block_size
-        prompt = self._named(tokens, namespace)
+        prompt = self._named(tokens, space)
         names = prompt.names
         if not names:
             return
-        out = _Out(self._memory, self._blocks.tree.match(tokens, namespace), source, states)
+        out = _Out(self._memory, self._blocks.tree.match(tokens, space), source, states)
         records: list[Record] = [
             (name, partial(out.cells, Kind.ATTENTION, i * size, size))
             for i, name in enumerate(names)
@@ -271,14 +270,14 @@ class TierLink:
         ]
         self.tiers.write(prompt, records)
 
-    def forget(self, paths: Iterable[bytes], namespace: str) -> None:
+    def forget(self, paths: Iterable[bytes], space: str) -> None:
         """Remove the records of these paths from the tiers, except those that RAM still holds."""
         if not self.has_tiers:
             return
         keys, size = dict[bytes, None](), self._memory.shape.block_size
         for path in paths:
-            prompt = self._named(path, namespace)
-            known = self._blocks.tree.match(path, namespace).n
+            prompt = self._named(path, space)
+            known = self._blocks.tree.match(path, space).n
             for name in prompt.names[known // size :]:
                 keys[name] = keys[window_key(name)] = None
             for end in range(max(known + 1, size), len(prompt) + 1):

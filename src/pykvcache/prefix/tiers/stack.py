@@ -68,7 +68,7 @@ class Tiers:
         All of them count as used, in the order of `BlockStore.touch`.
         """
         keys = [key for key, _ in records]
-        chains = [Chain(namespace=prompt.namespace, uses=keys, prompt=prompt) for _ in self.tiers]
+        chains = [Chain(space=prompt.space, uses=keys, prompt=prompt) for _ in self.tiers]
         lacking = [tier.unknown(keys) for tier in self.tiers]
         for i, (key, content) in enumerate(records):
             takers = list[Chain]()
@@ -95,10 +95,10 @@ class Tiers:
         tier.refuse(keys)
         self.writers[self.tiers.index(tier)].offer(Chain(removes=list(keys)))
 
-    def cancel(self, namespace: str | None) -> None:
+    def cancel(self, space: str | None) -> None:
         """Drop the queued records of a space, or of all."""
         for writer in self.writers:
-            writer.cancel(namespace)
+            writer.cancel(space)
 
     def flush(self, seconds: float) -> bool:
         """Wait until everything is written; False if that takes longer than the timeout."""

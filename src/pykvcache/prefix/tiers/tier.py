@@ -348,7 +348,7 @@ class Notices:
             parent = prompt.names[begin - 1] if begin else None
             text = prompt.text(begin * size, end * size)
             root = parent or prompt.root
-            self._waiting.append(Stored(root, parent, text, size, prompt.namespace, self.medium))
+            self._waiting.append(Stored(root, parent, text, size, prompt.space, self.medium))
 
     def removed(self, keys: Iterable[bytes]) -> None:
         """Announce the removal of blocks that are missing or wrong."""

@@ -46,7 +46,7 @@ class Chain:
     """
 
     items: list[Item] = field(default_factory=list)
-    namespace: str = ""
+    space: str = ""
     uses: list[bytes] = field(default_factory=list)
     removes: list[bytes] = field(default_factory=list)
     prompt: NamedPrompt | None = None
@@ -123,11 +123,11 @@ class Writer:
             self._queue.append(chain)
             self._changed.notify_all()
 
-    def cancel(self, namespace: str | None) -> None:
+    def cancel(self, space: str | None) -> None:
         """Drop the queued records of a space, or of all."""
         with self._changed:
             for chain in self._queue:
-                if namespace is None or chain.namespace == namespace:
+                if space is None or chain.space == space:
                     self._count_off(chain.items)
                     chain.items = []
 

@@ -222,7 +222,7 @@ def test_nobody_believes_in_what_has_gone(media: list[str]) -> None:
             else:
                 withdrawn = log.withdraw(rng.choice(["a", "b"]))
                 for tier in tiers:
-                    tier.say_again(key for medium, key in withdrawn if medium == tier.medium)
+                    tier.announce_again(key for medium, key in withdrawn if medium == tier.medium)
         read += log
         for medium in {tier.medium for tier in tiers}:
             stored = [

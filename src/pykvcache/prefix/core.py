@@ -284,7 +284,7 @@ class CacheCore:
         else:
             one.end()
 
-    def bring(self, one: Prefetch) -> None:
+    def load(self, one: Prefetch) -> None:
         """Run a prefetch, which loads as much as fits; takes the lock, in a thread."""
         with self.pool:
             if self.is_closed:
@@ -324,7 +324,7 @@ class CacheCore:
                 self.blocks.clear(space)
             self._cancel(b"", space)
             tiers.cancel(space)
-            tiers.say_again(self.events.withdraw(space))
+            tiers.announce_again(self.events.withdraw(space))
         for request in list(self.live):
             if namespace not in (None, request.namespace):
                 continue

@@ -108,7 +108,7 @@ class Prefetches:
                 one = self._waiting[0]
             try:
                 if (core := ref()) is not None and not one.is_cancelled:
-                    core.bring(one)
+                    core.load(one)
                 del core
             except Exception:  # a prefetch is only a hint
                 one.cancel()

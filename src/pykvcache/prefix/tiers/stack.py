@@ -122,13 +122,13 @@ class Tiers:
         for tier in self.tiers:
             tier.notices.forget()
 
-    def say_again(self, withdrawn: Iterable[tuple[str, bytes]]) -> None:
+    def announce_again(self, withdrawn: Iterable[tuple[str, bytes]]) -> None:
         """Announce these blocks, by medium and hash, again at their next use."""
         keys = defaultdict[str, list[bytes]](list)
         for medium, key in withdrawn:
             keys[medium].append(key)
         for tier in self.tiers:
-            tier.notices.say_again(keys[tier.notices.medium])
+            tier.notices.announce_again(keys[tier.notices.medium])
 
     def stats(self) -> tuple[TierStats, ...]:
         """Return the counters of every tier."""

@@ -371,7 +371,7 @@ class Notices:
         with self._lock:
             self._known.clear()
 
-    def say_again(self, keys: Iterable[bytes]) -> None:
+    def announce_again(self, keys: Iterable[bytes]) -> None:
         """Announce these blocks again at their next use, and announce their removal."""
         wanted = set(keys)
         with self._lock:

@@ -11,7 +11,7 @@ SIZE = 8
 
 
 @pytest.mark.parametrize(("shared", "is_once"), [(4, False), (16, True), (30, True), (63, True)])
-def test_so_many_shared_tokens_are_waited_for(
+def test_requests_wait_for_a_shared_prefix_of_16_or_more_tokens(
     shared: int, is_once: bool, make_context: Make
 ) -> None:
     """From 16 tokens on, whatever the size of a block."""
@@ -27,7 +27,7 @@ def test_so_many_shared_tokens_are_waited_for(
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "jamba"])
 @pytest.mark.parametrize("n", [31, 32, 33, 47, 65])
-def test_what_is_left_of_a_shared_prefix_after_a_part_is_evaluated_once_too(
+def test_a_shared_prefix_longer_than_a_prefill_chunk_is_evaluated_once(
     name: str, n: int, make_context: Make
 ) -> None:
     """Wherever the parts end in which the first request is evaluated."""
@@ -43,7 +43,7 @@ def test_what_is_left_of_a_shared_prefix_after_a_part_is_evaluated_once_too(
 
 @pytest.mark.parametrize("n_seq_max", [1, 8])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "jamba", "mamba"])
-def test_requests_that_come_in_the_middle_of_their_prefix_evaluate_the_rest_of_it_never(
+def test_late_requests_wait_for_a_prefix_that_is_being_evaluated(
     name: str, n_seq_max: int, make_context: Make
 ) -> None:
     """They are forks of what is evaluated when they come, and wait for more."""
@@ -61,7 +61,7 @@ def test_requests_that_come_in_the_middle_of_their_prefix_evaluate_the_rest_of_i
 
 @pytest.mark.parametrize("n_seq_max", [1, 6])
 @pytest.mark.parametrize("name", ["gemma3", "jamba", "mamba"])
-def test_what_cannot_be_rewound_is_kept_where_those_who_wait_part(
+def test_states_are_saved_where_waiting_requests_diverge(
     name: str, n_seq_max: int, make_context: Make
 ) -> None:
     """Far before the end of the first prompt, and behind one that stands in their way."""

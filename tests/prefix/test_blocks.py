@@ -13,7 +13,7 @@ from pykvcache.prefix.block_hash import block_names, root_name
 DIGESTS: dict[str, Any] = {"model": b"m" * 32, "rope": b"r" * 32, "layout": b"l" * 32}
 
 
-def test_the_formula() -> None:
+def test_block_hashes_follow_the_documented_formula() -> None:
     root = root_name(**DIGESTS, block_size=2, namespace="é")
     salt = "é".encode()
     text = b"pykvcache.block.1" + b"m" * 32 + b"r" * 32 + b"l" * 32

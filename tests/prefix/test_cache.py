@@ -37,7 +37,7 @@ def test_a_chat_goes_on_wherever_an_answer_ends(
                 assert apart(sequence.logits(), fresh_logits(case.name, chat)) < case.tolerance
 
 
-def test_it_says_why(make_context: Make) -> None:
+def test_reuse_report_gives_the_reason(make_context: Make) -> None:
     ctx = make_context("llama", n_seq_max=3)
     cache = PrefixCache(ctx, block_size=SIZE)
     tokens = words(1, 30)
@@ -111,7 +111,7 @@ def test_one_cache_per_context(make_context: Make, tmp_path: Path) -> None:
         PrefixCache(make_context("t5"))
 
 
-def test_pins_are_of_blocks_the_last_perhaps_in_part(make_context: Make) -> None:
+def test_a_pin_protects_exactly_the_cached_prefix(make_context: Make) -> None:
     cache, prompt = PrefixCache(make_context("llama"), block_size=SIZE), words(1, 20)
     with cache.sequence(prompt) as sequence:
         sequence.evaluate()

@@ -140,7 +140,7 @@ def test_what_a_subscriber_raises_goes_no_further_than_one_call(make_context: Ma
         assert len(heard) == n == 1
 
 
-def test_lookups_are_heard_of_when_nobody_is_in_a_call(make_context: Make) -> None:
+def test_lookup_callbacks_run_outside_of_other_calls(make_context: Make) -> None:
     depths = []
     with PrefixCache(make_context("llama"), block_size=8) as cache:
         cache.events.subscribe_lookups(lambda _: depths.append(cache._core.pool.depth))

@@ -23,7 +23,9 @@ def known(cache: PrefixCache, prompt: list[int]) -> int:
 
 
 @pytest.mark.parametrize("case", SERVED, ids=str)
-def test_a_branch_leaves_alone(case: Case, make_context: Make, fresh_logits: Fresh) -> None:
+def test_forgetting_a_branch_keeps_other_branches(
+    case: Case, make_context: Make, fresh_logits: Fresh
+) -> None:
     ctx = make_context(case.name, **(case.options | {"n_seq_max": 2}))
     with PrefixCache(ctx, block_size=SIZE) as cache:
         for text in (GONE, KEPT):

@@ -98,7 +98,9 @@ def test_evaluates_what_the_oracle_says(
 
 @pytest.mark.parametrize("case", EVERY_SERVED, ids=str)
 @pytest.mark.parametrize("n", [40, 43])
-def test_a_repeat_evaluates_a_block_at_most(n: int, case: Case, make_context: Make) -> None:
+def test_a_repeated_prompt_evaluates_at_most_one_block(
+    n: int, case: Case, make_context: Make
+) -> None:
     """Also where the state after the last token is all that is known of the prompt's end."""
     ctx = make_context(case.name, **(case.options | {"n_seq_max": 3}))
     prompt = np.random.default_rng(n).integers(5, 56, n).tolist()

@@ -95,7 +95,7 @@ def test_logits_come_out_of_tiers_wherever_a_prompt_ends(
 
 
 @pytest.mark.parametrize("name", ["gemma3", "jamba", "mamba"])
-def test_a_state_that_cannot_go_back_a_token_is_no_reason_to_ask_no_tier(
+def test_tiers_are_searched_although_ram_has_the_state_after_the_last_token(
     name: str, make_context: Make
 ) -> None:
     """Memory has the end of a block, where the prompt ends; tiers have what is before it."""

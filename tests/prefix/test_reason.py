@@ -24,7 +24,7 @@ def context(model_folder: Path) -> LlamaContext:
     return LlamaContext(model, n_ctx=256, n_seq_max=4, n_threads=1, **EXACT)
 
 
-def test_it_compares_with_the_sequence_that_agrees_most(context: LlamaContext) -> None:
+def test_the_reason_compares_with_the_closest_sequence(context: LlamaContext) -> None:
     """What most can be taken from may agree less: here the other one is not evaluated yet."""
     with context, PrefixCache(context, block_size=4) as cache:
         evaluated = cache.sequence([*BASE[:10], *range(50, 80)])
@@ -43,7 +43,7 @@ def test_it_compares_with_the_sequence_that_agrees_most(context: LlamaContext) -
         del evaluated
 
 
-def test_it_is_of_the_prompt_as_it_was(context: LlamaContext) -> None:
+def test_the_reason_describes_the_prompt_at_lookup_time(context: LlamaContext) -> None:
     with context, PrefixCache(context, block_size=4) as cache:
         with cache.sequence(BASE) as first:
             first.evaluate()
@@ -70,7 +70,7 @@ def evaluate(cache: PrefixCache, tokens: list[int], **options: Any) -> str:
         return sequence.reuse.reason
 
 
-def test_it_tells_no_tenant_of_another(context: LlamaContext) -> None:
+def test_the_reason_reveals_nothing_of_another_namespace(context: LlamaContext) -> None:
     with context, PrefixCache(context, block_size=4) as cache:
         evaluate(cache, BASE, namespace="tenant")
         held = cache.sequence(BASE, namespace="third")
@@ -80,7 +80,7 @@ def test_it_tells_no_tenant_of_another(context: LlamaContext) -> None:
             assert said == ["no cached prompt begins like it"] * 2
 
 
-def test_it_names_other_adapters(model_folder: Path, tmp_path: Path) -> None:
+def test_the_reason_names_other_adapters(model_folder: Path, tmp_path: Path) -> None:
     write_adapter(tmp_path / "one.gguf", "llama", 1)
     with (
         LlamaModel(make_model("llama", model_folder)) as model,
@@ -106,7 +106,7 @@ def test_it_names_other_adapters(model_folder: Path, tmp_path: Path) -> None:
         ("llama", {}, "a secret of sixteen", "has blocks written without the secret"),
     ],
 )
-def test_it_names_what_differs_from_the_writer_of_a_folder(
+def test_the_reason_names_how_the_writer_of_a_folder_differs(
     name: str,
     options: dict[str, Any],
     secret: str | None,
@@ -126,7 +126,7 @@ def test_it_names_what_differs_from_the_writer_of_a_folder(
         assert "blocks" not in evaluate(cache, [7, *BASE])
 
 
-def test_it_names_windows_that_a_folder_has_lost(make_context: Make, tmp_path: Path) -> None:
+def test_the_reason_names_windows_that_a_folder_lacks(make_context: Make, tmp_path: Path) -> None:
     both: dict[str, Any] = {"block_size": 4, "tier_seconds": 20}
     with PrefixCache(make_context("gemma3"), tiers=[tmp_path], **both) as cache:
         with cache.sequence(BASE) as sequence:

@@ -25,7 +25,7 @@ def evaluated(sequence: CachedSequence) -> int:
 
 @pytest.mark.parametrize("n", [20, 90])
 @pytest.mark.parametrize("case", SERVED, ids=str)
-def test_what_is_forked_without_an_id(
+def test_forks_without_a_sequence_id_report_what_they_evaluate(
     case: Case, n: int, make_context: Make, fresh_logits: Fresh
 ) -> None:
     """A state that is taken out of a window has what its end sees, and no more."""
@@ -49,7 +49,7 @@ def test_what_is_forked_without_an_id(
 @pytest.mark.parametrize("n", [40, 43])
 @pytest.mark.parametrize("is_prefetched", [False, True])
 @pytest.mark.parametrize("case", WITHOUT_ROWS, ids=str)
-def test_an_end_without_logits_is_no_place_to_begin_a_repeat(
+def test_a_tail_record_without_logits_does_not_serve_an_exact_repeat(
     case: Case, is_prefetched: bool, n: int, make_context: Make, fresh_logits: Fresh
 ) -> None:
     """Who wrote it did not keep them, and who reads it does; a state cannot go back one token."""

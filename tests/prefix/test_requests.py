@@ -77,7 +77,7 @@ def test_prompts_of_lower_priority_leave_first(is_batch: bool, make_context: Mak
         check_accounts(cache)
 
 
-def test_what_belongs_to_prompts_of_a_cache_is_refused_elsewhere(make_context: Make) -> None:
+def test_boundaries_and_keep_need_a_prefix_cache_and_a_prompt(make_context: Make) -> None:
     ctx = make_context("llama", n_ctx=256, n_seq_max=2)
     plain, own = BatchGenerator(ctx), LlamaSequence(ctx, [5, 6, 7])
     for options in ({"boundaries": [2]}, {"keep": 2}):

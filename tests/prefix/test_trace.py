@@ -56,7 +56,7 @@ def test_a_prompt_that_hits_passes_few_calls_and_files(
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
-def test_figures_and_lookups_take_as_many_calls_however_much_is_kept(
+def test_stats_and_lookups_take_a_constant_number_of_calls(
     name: str, make_context: Callable[..., LlamaContext]
 ) -> None:
     found = []

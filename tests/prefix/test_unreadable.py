@@ -18,7 +18,7 @@ def fail(*_: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", SERVED, ids=str)
-def test_cells_of_a_sequence_that_closes(
+def test_unreadable_cells_are_not_stored(
     case: Case, make_context: Make, fresh_logits: Fresh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with PrefixCache(make_context(case.name, **case.options), block_size=8) as cache:

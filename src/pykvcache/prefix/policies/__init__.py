@@ -9,7 +9,7 @@ from pykvcache.errors import ArgumentError, shown
 from pykvcache.prefix.policies.base import ByPriority, Policy
 from pykvcache.prefix.policies.hit_density import HitDensity
 from pykvcache.prefix.policies.queues import S3FIFO, SLRU
-from pykvcache.prefix.policies.simple import FIFO, LFU, LRU, VLLM, CostAware, LlamaServer, MlxLm
+from pykvcache.prefix.policies.simple import FIFO, LFU, LRU, CostAware, LlamaServer, MlxLm
 
 __all__ = ["DEFAULT", "POLICIES", "ByPriority", "Policy", "make_policy"]
 
@@ -24,7 +24,7 @@ POLICIES: Final[dict[str, Callable[[], Policy]]] = {
     "hit-density": HitDensity,
     "llama-server": LlamaServer,
     "mlx-lm": MlxLm,
-    "vllm": VLLM,
+    "vllm": LRU,  # the last block of a prompt first, as all policies
 }
 
 #: The default policy of a cache; docs/policies.md says why.

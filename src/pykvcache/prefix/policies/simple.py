@@ -5,7 +5,7 @@ from __future__ import annotations
 from pykvcache.prefix.node import Component
 from pykvcache.prefix.policies.base import ByPriority
 
-__all__ = ["FIFO", "LFU", "LRU", "VLLM", "CostAware", "LlamaServer", "MlxLm"]
+__all__ = ["FIFO", "LFU", "LRU", "CostAware", "LlamaServer", "MlxLm"]
 
 
 class LRU(ByPriority):
@@ -78,12 +78,11 @@ class CostAware(ByPriority):
 # and mlx-lm store whole prompts, shared prefixes included.
 
 
-class VLLM(LRU):
-    """As vLLM: least recently used first, and within a prompt the last block first."""
+class MlxLm(ByPriority):
+    """As mlx-lm's prompt cache: whole prompts in the order of storage, whether used or not.
 
-
-class _WholePrompts(ByPriority):
-    """Evicts whole prompts, first in, first out: what is left of one is evicted next."""
+    Once a prompt is evicted in part, the rest of it is evicted next.
+    """
 
     whole = True
 
@@ -102,11 +101,7 @@ class _WholePrompts(ByPriority):
         return int(one.notes)
 
 
-class MlxLm(_WholePrompts):
-    """As mlx-lm's prompt cache: in the order of storage, whether used or not."""
-
-
-class LlamaServer(_WholePrompts):
+class LlamaServer(MlxLm):
     """As llama-server's prompt cache: a used prompt counts as stored anew."""
 
     def used(self, one: Component) -> None:

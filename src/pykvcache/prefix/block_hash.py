@@ -18,7 +18,6 @@ __all__ = [
     "common_tokens",
     "end_key",
     "is_on_path",
-    "namespace_of",
     "root_name",
     "space_of",
     "split_space",
@@ -162,8 +161,3 @@ def split_space(space: str) -> tuple[str, bytes]:
         return space, b""
     digest, namespace = space[1 : 1 + _SIZE], space[1 + _SIZE :]
     return namespace, b"" if digest == _NO_ADAPTERS else bytes.fromhex(digest)
-
-
-def namespace_of(space: str) -> str:
-    """Return the namespace of a space."""
-    return split_space(space)[0]

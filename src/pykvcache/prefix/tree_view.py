@@ -10,7 +10,7 @@ import numpy as np
 
 from pykvcache._drawing.tree import draw_tree
 from pykvcache.model import LlamaModel
-from pykvcache.prefix.block_hash import TOKEN_SIZE, namespace_of
+from pykvcache.prefix.block_hash import TOKEN_SIZE, split_space
 from pykvcache.prefix.node import Node
 from pykvcache.prefix.tree import PrefixTree
 from pykvcache.sequence.text import text_of
@@ -123,10 +123,10 @@ def _words(node: TreeNode) -> str:
     return f"{', '.join(facts)}: {node.text!r}"
 
 
-def view_tree(tree: PrefixTree, model: LlamaModel, namespace: str | None) -> CacheTree:
+def view_tree(tree: PrefixTree, model: LlamaModel, space: str | None) -> CacheTree:
     """Return a view of one space, or of all."""
     nodes: list[TreeNode] = []
-    for root in tree.roots(namespace):
+    for root in tree.roots(space):
         held: set[Node] = set()
         for node in root.below():
             if any(one.held for one in node.components()):
@@ -135,8 +135,8 @@ def view_tree(tree: PrefixTree, model: LlamaModel, namespace: str | None) -> Cac
         while waiting:
             node, depth = waiting.pop()
             if node is not root:
-                space = namespace_of(str(root.namespace))
-                nodes.append(_view(node, depth, space, tree, model, node in held))
+                namespace, _ = split_space(str(root.namespace))
+                nodes.append(_view(node, depth, namespace, tree, model, node in held))
             children = list(node.children.values())
             children.sort(key=lambda child: child.attention.created, reverse=True)
             waiting += [(child, depth + 1) for child in children]

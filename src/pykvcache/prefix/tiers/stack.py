@@ -68,11 +68,13 @@ class Tiers:
         All of them count as used, in the order of `BlockStore.touch`.
         """
         keys = [key for key, _ in records]
-        chains = [Chain(space=prompt.space, uses=keys, prompt=prompt) for _ in self.tiers]
-        lacking = [tier.unknown(keys) for tier in self.tiers]
+        chains = [
+            (writer, Chain(space=prompt.space, uses=keys, prompt=prompt), writer.tier.unknown(keys))
+            for writer in self.writers
+        ]
         for i, (key, content) in enumerate(records):
             takers = list[Chain]()
-            for chain, writer, lacks in zip(chains, self.writers, lacking, strict=True):
+            for writer, chain, lacks in chains:
                 if not lacks[i]:
                     continue
                 if writer.n_bytes + chain.n_bytes > writer.max_bytes:
@@ -82,7 +84,7 @@ class Tiers:
             data = content() if takers else None
             for chain in takers if data is not None else ():
                 chain.add(key, cast("Any", data))
-        for chain, writer in zip(chains, self.writers, strict=True):
+        for writer, chain, _ in chains:
             writer.offer(chain)
 
     def remove(self, keys: Sequence[bytes]) -> None:
@@ -108,9 +110,9 @@ class Tiers:
     def close(self) -> None:
         """Write the queues, for at most `CLOSE_SECONDS`, and close the cache's own stores."""
         until = time.monotonic() + CLOSE_SECONDS
-        for tier, writer in zip(self.tiers, self.writers, strict=True):
+        for writer in self.writers:
             writer.close(until - time.monotonic())
-            tier.close()
+            writer.tier.close()
 
     def retire(self) -> None:
         """Accept no more records; the threads write the queues and then close."""
@@ -133,6 +135,6 @@ class Tiers:
     def stats(self) -> tuple[TierStats, ...]:
         """Return the counters of every tier."""
         return tuple(
-            tier.stats(writer.n_items, writer.n_bytes, writer.dropped)
-            for tier, writer in zip(self.tiers, self.writers, strict=True)
+            writer.tier.stats(writer.n_items, writer.n_bytes, writer.dropped)
+            for writer in self.writers
         )

@@ -101,11 +101,6 @@ class Trace:
         """Return the number of blocks of an unlimited cache."""
         return len(np.unique(np.concatenate(self.prompts))) if self.prompts else 0
 
-    def head(self, n_prompts: int) -> Trace:
-        """Return a trace of the first prompts."""
-        n = as_int(n_prompts, "n_prompts", 0)
-        return Trace(self.name, self.block_size, self.prompts[:n], self.lengths[:n])
-
 
 def check_trace(trace: Trace) -> None:
     """Raise TypeError unless this is a trace."""

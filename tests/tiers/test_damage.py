@@ -17,7 +17,7 @@ from pykvcache import LlamaContext, PrefixCache
 from pykvcache.errors import StoreError
 from pykvcache.prefix.block_hash import block_names
 from pykvcache.prefix.stores import BlockStore, Envelope, MemoryStore
-from pykvcache.prefix.tiers.loader import END_OVERHEAD, End
+from pykvcache.prefix.tiers.loader import TAIL_OVERHEAD, TailRecord
 from stores.kinds import SHARED, STORES
 from support.examples import examples
 from tiers.test_tiers import SIZE, WAIT, clear_memory, total, words
@@ -137,7 +137,7 @@ PROMPT = words(1, 45)
 N_BLOCKS = len(PROMPT) // SIZE
 SECRET = b"a secret of more than 16 bytes"
 #: Where the header of a sealed record ends, and that of an end record in it.
-HEADERS = 128 + END_OVERHEAD
+HEADERS = 128 + TAIL_OVERHEAD
 
 Damage = tuple[int, str, int, int]
 DAMAGES = st.lists(
@@ -251,13 +251,13 @@ def test_damaged_records_are_misses(
 def test_any_bytes_are_an_end_record_or_none(noise: bytes, at: int, value: int) -> None:
     row = np.arange(5, dtype=np.float32)
     cells, window, state = (np.full(n, n, np.uint8) for n in (24, 16, 40))
-    right = End(3, cells, window, state, row).encode()
+    right = TailRecord(3, cells, window, state, row).encode()
     data = bytearray(right + noise if at % 2 else noise)
     if data:
         data[at % len(data)] ^= value
-    found = End.decode(bytes(data))
+    found = TailRecord.decode(bytes(data))
     if found is not None:
-        again = End.decode(found.encode())
+        again = TailRecord.decode(found.encode())
         assert again is not None
         assert again.encode() == found.encode()
         assert len(found.encode()) == len(data)

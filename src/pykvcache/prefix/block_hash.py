@@ -16,11 +16,11 @@ __all__ = [
     "adapters_digest",
     "block_names",
     "common_tokens",
-    "end_key",
     "is_on_path",
     "root_name",
     "space_of",
     "split_space",
+    "tail_key",
     "window_key",
 ]
 
@@ -101,10 +101,10 @@ class NamedPrompt:
         """Return the tokens of ``[begin, end)``."""
         return self.tokens[begin * TOKEN_SIZE : end * TOKEN_SIZE]
 
-    def end_key(self, n: int) -> bytes:
+    def tail_key(self, n: int) -> bytes:
         """Return the key of the tail record after n tokens; n must be at least the block size."""
         at = n // self.block_size
-        return end_key(self.names[at - 1], self.text(at * self.block_size, n))
+        return tail_key(self.names[at - 1], self.text(at * self.block_size, n))
 
 
 def window_key(name: bytes) -> bytes:
@@ -112,7 +112,7 @@ def window_key(name: bytes) -> bytes:
     return hashlib.sha256(b"pykvcache.window.1" + name).digest()
 
 
-def end_key(name: bytes, tokens: bytes) -> bytes:
+def tail_key(name: bytes, tokens: bytes) -> bytes:
     """Return the key of the tail record that ends some tokens after the block of that hash."""
     return hashlib.sha256(b"pykvcache.end.1" + name + tokens).digest()
 

@@ -254,7 +254,7 @@ class CacheMemory:
         parts = self._native.state_layout("PrefixCache")
         return sum(row[4] for part in parts if part["part"] == "recurrent" for row in part["rows"])
 
-    def end_bytes(self) -> int:
+    def tail_bytes(self) -> int:
         """Return an upper bound on the bytes of a tail record without its cells."""
         size = 4096 + 4 * self._ctx.model.n_vocab
         if not self.has_layout:

@@ -26,7 +26,7 @@ from pykvcache.prefix.memory import Buffer, CacheMemory
 from pykvcache.prefix.node import NO_STATE, EndState, Kind
 from pykvcache.prefix.report import ReuseReport
 from pykvcache.prefix.tiers.cost_model import EvaluationTime
-from pykvcache.prefix.tiers.loader import Deliver, End, Load, Loaded, Wanted
+from pykvcache.prefix.tiers.loader import Deliver, Load, Loaded, TailRecord, Wanted
 from pykvcache.prefix.tiers.stack import Record, Tiers
 
 __all__ = ["TierLink", "least_seconds"]
@@ -107,7 +107,7 @@ class TierLink:
         self._tier_seconds, self._n_skipped = tier_seconds, 0
         self._n_row = n_row
         self._loads = weakref.WeakSet[Load]()  # in progress, or waited for
-        self._end_bytes = memory.end_bytes() if self.has_tiers else 0
+        self._tail_bytes = memory.tail_bytes() if self.has_tiers else 0
         self._state_bytes = 4 * n_row + memory.state_bytes() if self.has_tiers else 0
 
     # Loading ------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class TierLink:
             window_end=last // size,
             known=known,
             limit=limit if most is None else min(limit, most),
-            end_bytes=self._end_bytes,
+            tail_bytes=self._tail_bytes,
             is_good=lambda kind, cells, count: self._memory.layouts[kind].is_good(cells, count),
             n_row=self._n_row,
         )
@@ -196,7 +196,7 @@ class TierLink:
             end = self._end_state(found)
         except (KvCacheError, ValueError):
             if found.end is not None:
-                self.tiers.refuse(found.end[1], [prompt.end_key(found.n)])
+                self.tiers.refuse(found.end[1], [prompt.tail_key(found.n)])
             return
         offer = Offer(found.n, self._windows(found), ends=[found.n])
         if end.state is not None or end.row is not None:
@@ -266,7 +266,7 @@ class TierLink:
             for i in sorted(windows, reverse=True)
         ]
         records += [
-            (prompt.end_key(end), partial(out.end, end)) for end in places if out.has_end(end)
+            (prompt.tail_key(end), partial(out.end, end)) for end in places if out.has_end(end)
         ]
         self.tiers.write(prompt, records)
 
@@ -281,7 +281,7 @@ class TierLink:
             for name in prompt.names[known // size :]:
                 keys[name] = keys[window_key(name)] = None
             for end in range(max(known + 1, size), len(prompt) + 1):
-                keys[prompt.end_key(end)] = None
+                keys[prompt.tail_key(end)] = None
         self.tiers.remove(list(keys))
 
     def _window_blocks(self, end: int, more: int = 0) -> range:
@@ -350,5 +350,5 @@ class _Out:
                 parts[kind] = cells
         at = self._state(end)
         state = None if at.state is None else at.state.content
-        content = End(n, parts[0], parts[1], state, at.row).encode()
+        content = TailRecord(n, parts[0], parts[1], state, at.row).encode()
         return np.frombuffer(content, np.uint8)

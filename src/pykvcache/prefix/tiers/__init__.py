@@ -5,7 +5,7 @@
                    `Notices`: its events
 `cost_model.py`    estimates of how long evaluating and loading take
 `writer.py`        `Writer`: a write-behind queue and its thread, one per tier
-`loader.py`        `Load`: the search for one prompt, in a thread; `End`: a tail record
+`loader.py`        `Load`: the search for one prompt, in a thread; `TailRecord`
 `stack.py`         `Tiers`: all tiers of a cache, fastest first
 =================  =================================================================
 

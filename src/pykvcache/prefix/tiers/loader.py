@@ -22,7 +22,7 @@ from pykvcache.prefix.tiers.tier import GROUP_BYTES, Tier
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["END_OVERHEAD", "Deliver", "End", "Load", "Loaded", "Wanted"]
+__all__ = ["TAIL_OVERHEAD", "Deliver", "Load", "Loaded", "TailRecord", "Wanted"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -37,11 +37,11 @@ _HEADER = struct.Struct("<4sI8xQQQQ")
 _MAGIC = b"pkve"
 
 #: Bytes by which an encoded tail record is longer than its parts.
-END_OVERHEAD = _HEADER.size
+TAIL_OVERHEAD = _HEADER.size
 
 
 @dataclass(frozen=True)
-class End:
+class TailRecord:
     """A tail record: the cells after a prompt's last full block, its state and its logits.
 
     ::
@@ -72,7 +72,7 @@ class End:
         return b"".join((head, *parts))
 
     @classmethod
-    def decode(cls, content: Buffer) -> End | None:
+    def decode(cls, content: Buffer) -> TailRecord | None:
         """Decode a record, copying its parts; return None if it is malformed."""
         data = np.frombuffer(memoryview(content), np.uint8)
         if len(data) < _HEADER.size:
@@ -109,7 +109,7 @@ class Wanted:
         Tokens that RAM or live sequences already provide; a shorter prefix is useless.
     limit
         Maximum number of tokens that the prompt can use.
-    end_bytes
+    tail_bytes
         Upper bound on the bytes of a tail record without its cells.
     is_good
         Returns whether bytes are n cells of this kind, with finite values.
@@ -125,7 +125,7 @@ class Wanted:
     window_end: int
     known: int
     limit: int
-    end_bytes: int
+    tail_bytes: int
     is_good: Callable[[Kind, Bytes, int], bool]
     n_row: int = 0
 
@@ -176,7 +176,7 @@ class Loaded:
     n: int = 0
     attention: dict[int, tuple[Bytes, Tier]] = field(default_factory=dict)
     window: dict[int, tuple[Bytes, Tier]] = field(default_factory=dict)
-    end: tuple[End, Tier] | None = None
+    end: tuple[TailRecord, Tier] | None = None
 
     def count(self, medium: str, block_size: int) -> int:
         """Return how many of its tokens came from tiers of this medium."""
@@ -272,7 +272,7 @@ class Load:
 
     # Resume points ------------------------------------------------------------------------------
 
-    def _place(self, depth: int) -> tuple[int, tuple[End, Tier] | None]:
+    def _place(self, depth: int) -> tuple[int, tuple[TailRecord, Tier] | None]:
         """Return the deepest resume point with all its records, and its tail record."""
         wanted = self.wanted
         shape, size = wanted.shape, wanted.shape.block_size
@@ -299,7 +299,7 @@ class Load:
 
     def _deepest_end(self, places: Sequence[int]) -> int | None:
         """Return the first of some positions for which a tier has a tail record."""
-        keys = [self.wanted.prompt.end_key(n) for n in places]
+        keys = [self.wanted.prompt.tail_key(n) for n in places]
         best: int | None = None
         for tier in self.tiers:
             there = tier.present(keys if best is None else keys[:best])
@@ -307,15 +307,15 @@ class Load:
                 best = there.index(True)
         return None if best is None else places[best]
 
-    def _end(self, n: int) -> tuple[End, Tier] | None:
+    def _end(self, n: int) -> tuple[TailRecord, Tier] | None:
         """Return the tail record after n tokens; None if it is missing or wrong."""
-        wanted, shape, key = self.wanted, self.wanted.shape, self.wanted.prompt.end_key(n)
+        wanted, shape, key = self.wanted, self.wanted.shape, self.wanted.prompt.tail_key(n)
         n_cells = n % shape.block_size
         size = n_cells * (shape.attention_bytes + shape.window_bytes)
         for tier in self.tiers:
-            if not (found := tier.get([key], END_OVERHEAD + size + wanted.end_bytes)):
+            if not (found := tier.get([key], TAIL_OVERHEAD + size + wanted.tail_bytes)):
                 continue
-            end = End.decode(found[0])
+            end = TailRecord.decode(found[0])
             if (
                 end is None
                 or end.n_cells != n_cells

@@ -85,7 +85,7 @@ def test_times_are_numbers_of_any_size(kind: type[BlockStore], name: str) -> Non
     url = NOWHERE.replace("redis:", "redis+cluster:") if kind is RedisClusterStore else NOWHERE
     make: Any = kind
     for wrong in (0, -1, float("nan"), float("inf"), 10**5000):
-        with pytest.raises(StoreError, match=f"{name} is .*: above 0, at most 3600"):
+        with pytest.raises(StoreError, match=f"{name} is .*: it must be above 0 and at most 3600"):
             make(url, **{name: wrong})
     for wrong in (None, True, "1", 1j):
         with pytest.raises(TypeError, match=f"{name} is a number, not"):

@@ -93,7 +93,7 @@ def test_a_server_that_refuses_raises_at_once(running: Cluster, tmp_path: Path) 
     with pytest.raises(StoreError, match="MovedError"):
         RedisStore(running.servers[0].url, **PATIENT)
     for url, reason in [
-        ("redis://127.0.0.1:1", "begins with none of"),
+        ("redis://127.0.0.1:1", "must be one of"),
         ("redis+cluster://", "names no host"),
         ("redis+cluster://user:hidden@host:port", "cannot be used"),
     ]:

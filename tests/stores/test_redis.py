@@ -85,7 +85,7 @@ def test_a_server_that_refuses_raises_at_once(server: Server, admin: Any) -> Non
         assert "hidden" not in str(caught.value)
     admin.config_set("requirepass", "hidden")
     for url in (server.url, at(server, ":wrong")):
-        with pytest.raises(StoreError, match=f"{server.port}/0 refuses"):
+        with pytest.raises(StoreError, match=f"{server.port}/0 refused"):
             RedisStore(url, **PATIENT)
     RedisStore(at(server, ":hidden"), **PATIENT).close()
 
@@ -177,7 +177,7 @@ def test_a_full_server_takes_no_blocks_and_is_read(
         assert store.counters.skipped > 0, "a full server is asked again and again"
         assert store.get_into(KEYS, buffers()) == 12
         assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
-            f"{store._name} is read, but takes no blocks"
+            f"{store._name} is read, but not written"
         ]
         admin.config_set("maxmemory", 0)
         try_again(store)

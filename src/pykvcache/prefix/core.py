@@ -77,7 +77,7 @@ class CacheCore:
         #: Number of requests, number of hits, and sums over their reports.
         self.n_requests = self.n_hits = 0
         self.sums = dict.fromkeys(COUNTED, 0)
-        #: The requests whose sequences are in use, the oldest first.
+        #: The requests of live sequences, the oldest first.
         self.live: weakref.WeakKeyDictionary[Request, None] = weakref.WeakKeyDictionary()
         self._memory = memory = CacheMemory(
             context,

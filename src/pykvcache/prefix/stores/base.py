@@ -265,7 +265,7 @@ def check_keys(keys: Sequence[bytes], buffers: Sequence[Buffer] = _NOT_GIVEN) ->
         if not isinstance(key, bytes):
             raise TypeError(f"a key is bytes, not {type(key).__name__}")
         if len(key) != KEY_SIZE:
-            text = f"a key has {KEY_SIZE} bytes, this one {len(key)}"
+            text = f"a key must have {KEY_SIZE} bytes, not {len(key)}"
             raise StoreError(text, value=len(key), limit=KEY_SIZE)
     if buffers is not _NOT_GIVEN:
         if not isinstance(buffers, Sequence):
@@ -315,7 +315,7 @@ def writable(buffer: Buffer) -> memoryview:
     """Return a contiguous writable buffer as bytes, without a copy."""
     view = flat(buffer)
     if view.readonly:
-        raise StoreError("blocks are read into writable buffers, and this one is read-only")
+        raise StoreError("a buffer to read a block into is read-only")
     return view
 
 
@@ -351,6 +351,6 @@ def check_seconds(value: float, name: str = "seconds") -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} is a number, not {type(value).__name__}")
     if not 0 < value <= _MAX_SECONDS:
-        text = f"{name} is {shown(value)}: above 0, at most {_MAX_SECONDS:g}"
+        text = f"{name} is {shown(value)}: it must be above 0 and at most {_MAX_SECONDS:g}"
         raise StoreError(text, name, value, _MAX_SECONDS)
     return float(value)

@@ -144,7 +144,7 @@ class Envelope:
             secret = _bytes(secret, "secret")
             if len(secret) < MIN_SECRET:
                 raise StoreError(
-                    f"a secret has at least {MIN_SECRET} bytes, this one {len(secret)}",
+                    f"a secret must have at least {MIN_SECRET} bytes, not {len(secret)}",
                     what="secret",
                     value=len(secret),
                     limit=MIN_SECRET,
@@ -172,7 +172,7 @@ class Envelope:
         view = flat(content)
         if len(view) > MAX_CONTENT:
             raise StoreError(
-                f"a block has at most {MAX_CONTENT} bytes, this one {len(view)}",
+                f"a block must have at most {MAX_CONTENT} bytes, not {len(view)}",
                 value=len(view),
                 limit=MAX_CONTENT,
             )

@@ -249,7 +249,7 @@ class FolderStore(BlockStore):
             os.listdir(self.path)  # a read-only folder is still of use
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
-            text = f"{shown(name)} cannot be a folder of blocks: {why}"
+            text = f"{shown(name)} cannot be used as a folder of blocks: {why}"
             raise StoreError(text, "path", self.path) from error
         self._files = BlockFiles(self.path)
         self._index = FolderIndex(os.path.join(self.path, "index.sqlite"))

@@ -45,7 +45,7 @@ _NO_BUCKET = ("NoSuchBucket", "bucket does not exist", "ContainerNotFound")
 
 
 class ObjectStore(RemoteStore):
-    """Keep blocks as objects in a bucket. Needs the extra ``obstore``.
+    """Keeps blocks as objects in a bucket. Needs the extra ``obstore``.
 
     Each block takes one request, and several run at once; only `trim` and `entries` list the
     bucket. Objects are created on the condition that they do not exist, so none is ever replaced.

@@ -46,7 +46,7 @@ _Server = tuple[str, Any, list[int]]
 
 
 class RedisStore(RemoteStore):
-    """Keep blocks in a Redis or Valkey server. Needs the extra ``redis``.
+    """Keeps blocks in a Redis or Valkey server. Needs the extra ``redis``.
 
     If a server is slow, full, read-only or gone, its blocks are misses, and one warning is logged.
     A circuit breaker stops requests for a while, and resumes once the server answers. The server
@@ -96,7 +96,8 @@ class RedisStore(RemoteStore):
         }
         if not separator or scheme not in self.schemes:
             known = ", ".join(sorted(self.schemes))
-            raise StoreError(f"the URL begins with none of {known}", value=scheme, limit=known)
+            text = f"the scheme of the URL must be one of {known}"
+            raise StoreError(text, value=scheme, limit=known)
         try:
             import redis
             from redis.backoff import NoBackoff
@@ -313,7 +314,7 @@ class RedisStore(RemoteStore):
 
 
 class RedisClusterStore(RedisStore):
-    """Keep blocks in a Redis or Valkey cluster. Needs the extra ``redis``.
+    """Keeps blocks in a Redis or Valkey cluster. Needs the extra ``redis``.
 
     A block is stored on the node that has its key's slot. If a node is slow or gone, its blocks
     are misses until another node takes over its slots. Other arguments and errors are those of

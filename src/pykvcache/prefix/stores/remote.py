@@ -107,7 +107,7 @@ class RemoteStore(BlockStore):
             kind = self._kind_of(error)
             if kind in ("denied", "refused"):
                 self.close()
-                text = f"{self._name} refuses: {type(error).__name__}: {error}"
+                text = f"{self._name} refused a request: {type(error).__name__}: {error}"
                 raise StoreError(text, "url", self._name) from error
             self._note(error, kind, "", began)
 
@@ -151,7 +151,7 @@ class RemoteStore(BlockStore):
         text = "%s does not answer: its blocks are misses until it does (%s)"
         if is_write and kind in ("denied", "full"):
             breaker.succeeded()
-            breaker, text = self._writes, "%s is read, but takes no blocks (%s)"
+            breaker, text = self._writes, "%s is read, but not written (%s)"
         if breaker.failed(began):
             _log.warning(text, f"{self._name}, {node}" if node else self._name, error)
 

@@ -62,7 +62,7 @@ def _kind_of(scheme: str) -> type[Any]:
     if scheme in known:
         return known[scheme]
     names = ", ".join(sorted(known))
-    text = f"{shown(scheme)[1:-1]}:// is not a store: known are {names}"
+    text = f"{shown(scheme)[1:-1]}:// is no address of a store: known schemes are {names}"
     raise StoreError(text, value=scheme, limit=names)
 
 
@@ -90,7 +90,7 @@ def open_existing(where: str) -> BlockStore:
     if not os.path.isdir(path):
         raise FileNotFoundError(2, "no such folder", path)
     if not os.path.isdir(os.path.join(path, "blocks")):
-        raise StoreError(f"{path} holds no blocks of a cache", value=path)
+        raise StoreError(f"{path} has no blocks of a cache", value=path)
     return open_store(path, max_bytes=1 << 62)
 
 

@@ -242,4 +242,5 @@ def _obstacles_of(nearest: Request, agrees: int, space: str) -> list[str]:
         return [start + f"evaluated with other {_ADAPTERS}"]
     if cells.ledger.shifted_at is None:
         return [start + f"and has evaluated {cells.n_fresh} of them so far"]
-    return [start + f"but discarded tokens after the first {cells.n_fresh}"]
+    n = cells.n_fresh
+    return [start + f"but shares only {n}, because it discarded tokens after these"]

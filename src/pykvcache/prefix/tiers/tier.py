@@ -37,8 +37,8 @@ KNOWN, KNOWN_SECONDS = 1 << 15, 60.0
 # Number of blocks sampled to find out why none can be used.
 _N_SAMPLES = 8
 
-# Initial estimates: seconds per request, and per byte. They are optimistic: a read that is too slow
-# costs a tenth of an evaluation once, a read that is not tried costs all of it.
+# Initial estimates: seconds per request, and per byte. Optimistic: waiting in vain costs a request
+# a tenth of its evaluation, not reading costs it all.
 _SPEED = {"disk": (5e-4, 1 / 1.5e9), "remote": (1e-3, 1 / 1e9)}
 
 

@@ -54,6 +54,7 @@ class Stepper:
         self._cells: tuple[SequenceCells, ...] = ()
         self._n_waiting = 0
         self._turns = 0  # the pool's turn counter after the last step
+        self._made: list[tuple[GenerationRequest, int]] = []  # of a step that was aborted
         # Tokens and seconds of batches since the last logits, which a device computes later.
         self._n_timed, self._seconds = 0, 0.0
 
@@ -126,11 +127,15 @@ class Stepper:
     def _step(self) -> list[tuple[GenerationRequest, int]]:
         schedule = self._schedule
         self.drop_aborted()
-        made: list[tuple[GenerationRequest, int]] = []
+        made, self._made = self._made, []
         schedule.admit()
         before = schedule.running.copy(), schedule.waiting.copy()
         kinds = [False, True] if self._native.invocation else [False]
-        done = [self._decode_kind(is_active, made) for is_active in kinds]
+        try:
+            done = [self._decode_kind(is_active, made) for is_active in kinds]
+        except BaseException:
+            self._made = made  # of the first decode: the next step returns them
+            raise
         if done.count(None) == len(done):
             return made
         schedule.pool.count_step(tuple([h._cells for h in schedule.running]))

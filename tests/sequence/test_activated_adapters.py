@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from pykvcache import (
     PrefixCache,
     Sampler,
 )
-from pykvcache.errors import ArgumentError, StateLayoutMismatch
+from pykvcache.errors import ArgumentError, DecodeAborted, StateLayoutMismatch
 from support.adapters import write_adapter
 from support.models import EXACT, RIGHT, WRONG, make_model
 
@@ -267,6 +268,23 @@ def test_files_of_activated_sequences_need_the_adapter(made: Made, tmp_path: Pat
                 loaded.close()
 
 
+def test_a_file_that_a_context_saved_is_not_trusted(folder: Path, tmp_path: Path) -> None:
+    made = Made(folder, "llama")
+    with made.context([made.alora]) as ctx:
+        sequence = LlamaSequence(ctx, INVOCATION[:2])
+        # The base evaluates generated tokens, although they invoke the adapter.
+        only = Sampler(temperature=0, logit_bias={INVOCATION[2]: 1000.0})
+        assert list(sequence.generate(1, only)) == INVOCATION[2:]
+        sequence.evaluate()
+        assert sequence.seq_id is not None
+        ctx.save_sequence(tmp_path / "raw.kv", sequence.seq_id, sequence.tokens)
+        loaded = LlamaSequence.load(ctx, tmp_path / "raw.kv")
+        loaded.append([30])
+        tokens = [*INVOCATION, 30]
+        assert differ(loaded.logits(), made.by_hand(tokens, 0)) < RIGHT
+    made.model.close()
+
+
 # The prefix cache ---------------------------------------------------------------------------------
 
 
@@ -393,6 +411,31 @@ def test_random_batches(made: Made, seed: int) -> None:
                 row = made.by_hand([*prompt, *tokens[:n]], at)
                 assert row.max() - row[tokens[n]] < RIGHT
         cache.close()
+
+
+def test_an_abort_between_the_decodes_of_a_step_loses_no_token(folder: Path) -> None:
+    made = Made(folder, "llama")
+    with made.context([made.alora]) as ctx:
+        generator = BatchGenerator(ctx)
+        handles = [generator.submit(tokens, 6) for tokens in (BEFORE, PROMPT)]
+        returned: dict[Any, list[int]] = {handle: [] for handle in handles}
+        decode, n_decodes = generator._stepper._decode, 0
+
+        def aborted(*given: Any) -> Any:
+            nonlocal n_decodes
+            n_decodes += 1
+            if n_decodes % 4 == 2:
+                raise DecodeAborted("aborted", 0)
+            return decode(*given)
+
+        generator._stepper._decode = aborted  # type: ignore[method-assign]
+        while not all(handle.finish_reason for handle in handles):
+            with contextlib.suppress(DecodeAborted):
+                for handle, token in generator.step():
+                    returned[handle].append(token)
+        assert n_decodes > 8
+        assert [returned[handle] for handle in handles] == [h.tokens.tolist() for h in handles]
+    made.model.close()
 
 
 def test_a_step_sees_the_edit_of_a_running_sequence(folder: Path) -> None:

@@ -81,9 +81,9 @@ def _fill(cells: SequenceCells, state: SequenceState, *, convert: bool) -> None:
         )
     pending = _pending(state, ctx.model.n_vocab)
     shifted_at, activated_at = _place(state, SHIFTED), _place(state, ACTIVATED)
-    if activated_at is None or is_base:
-        # Without the mark, the context decoded all of them with the adapter.
-        activated_at = -1 if is_base else 0
+    is_known = is_base or activated_at is not None
+    if is_base or activated_at is None:
+        activated_at = -1
     wrong = tokens[(tokens < 0) | (tokens >= ctx.model.n_vocab)]
     if len(wrong):
         raise StateDamaged(
@@ -106,6 +106,9 @@ def _fill(cells: SequenceCells, state: SequenceState, *, convert: bool) -> None:
     ledger.holds(len(tokens))
     ledger.shifted_at, ledger.activated_at = shifted_at, activated_at
     ledger.settle()
+    if not is_known:
+        cells.release()  # `LlamaContext` saved it: with which adapters is unknown
+        return
     cells.note()
     cells.checkpoint()
 

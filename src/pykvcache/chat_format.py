@@ -30,6 +30,7 @@ _ROOT = re.compile(r"^root ::= .*", re.MULTILINE)
 _PREAMBLE = re.compile(r"\buntil-\d+\??( space)? (?=tool-calls?(-root)?\b)")
 # Some formats allow several calls although parallel calls are off.
 _SEVERAL_CALLS = re.compile(r"^tool-calls ::= \(tool-call\?? space\)\+$", re.MULTILINE)
+_ANY = {"type": ["object", "array", "string", "number", "boolean", "null"]}
 _USER = {"role": "user", "content": "Hello"}
 
 
@@ -122,12 +123,14 @@ class ChatFormat:
         schemas: Mapping[str, Any],
         stop: Sequence[str],
         grammar: str,
+        parallel: bool,
     ) -> None:
         facts = json.loads(native.facts())
         self._native = native
         self._model = model
         self._schemas = schemas
         self._ends = tuple(stop)
+        self._is_parallel = parallel
         self.grammar: str | None = grammar or None
         self.triggers: tuple[str, ...] | None = tuple(facts["triggers"]) if facts["lazy"] else None
         self.generation_prompt: str = facts["generation_prompt"]
@@ -166,7 +169,9 @@ class ChatFormat:
             raise ChatParseError(
                 f"the text is not a message of this model: {error}", text
             ) from None
-        calls = tuple(self._call(one, text, partial=partial) for one in found["tool_calls"])
+        # Not every grammar can forbid a second call.
+        given = found["tool_calls"][: None if self._is_parallel else 1]
+        calls = tuple(self._call(one, text, partial=partial) for one in given)
         return ChatMessage(found["content"], found["reasoning"], calls)
 
     def _call(self, found: dict[str, str], text: str, *, partial: bool) -> ToolCall:
@@ -226,9 +231,10 @@ def make_chat_format(
             raise ArgumentError(
                 "json_schema is of an answer without tools: pass tool_choice='none'", "json_schema"
             )
-        schema = convertible(
-            as_schema(json_schema, "json_schema"), strict=strict, what="json_schema"
-        )
+        wanted = as_schema(json_schema, "json_schema")
+        if wanted in ({}, True):
+            wanted = _ANY  # llama.cpp would take an empty schema for none
+        schema = convertible(wanted, strict=strict, what="json_schema")
     request = {
         "tools": given,
         "tool_choice": choice,
@@ -245,7 +251,7 @@ def make_chat_format(
         grammar = _ROOT.sub(lambda rule: _PREAMBLE.sub("", rule.group()), grammar)
     if not parallel:
         grammar = _SEVERAL_CALLS.sub("tool-calls ::= tool-call space", grammar)
-    return ChatFormat(native, model, known, (*ends, *facts["stop"]), grammar)
+    return ChatFormat(native, model, known, (*ends, *facts["stop"]), grammar, parallel)
 
 
 def _names(tools: list[dict[str, Any]]) -> list[str]:

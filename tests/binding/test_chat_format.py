@@ -248,6 +248,7 @@ def test_without_parallel_calls_there_is_one(vocab: LlamaModel, choice: Any) -> 
             parallel_tool_calls=parallel,
             template=source("Qwen-Qwen2.5-7B-Instruct"),
         )
+        assert len(form.parse(f"{one}\n{one}").tool_calls) == 1 + parallel
         for text, is_allowed in ((one, True), (f"{one}\n{one}", parallel)):
             sampler = Sampler(temperature=0, chat_format=form, model=vocab)
             assert sampled(sampler, vocab, text) is is_allowed

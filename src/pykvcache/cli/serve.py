@@ -245,7 +245,6 @@ def serve(
     if len(files) == 1:
         models.preload()
     app = make_app(models, keys=keys, max_body=max_body << 20, stored=stored, origins=origins)
-    listener.listen()
     address, port = listener.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address
     click.echo(f"pykvcache serves http://{shown}:{port} (models: {', '.join(files)})", err=True)
@@ -253,7 +252,7 @@ def serve(
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Return a socket with an address, before it listens: loading a model may take minutes."""
+    """Return a listening socket. Requests wait until the model is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -263,6 +262,7 @@ def bound(host: str, port: int) -> socket.socket:
         # asyncio sets it for its own sockets only. Without it a token may wait 40 ms for an ACK.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.bind((host, port))
+        listener.listen()
     except OSError as error:
         listener.close()
         raise click.ClickException(f"port {port} on {host}: {error.strerror or error}") from None

@@ -21,9 +21,10 @@ msgspec = pytest.importorskip("msgspec")
 httpx = pytest.importorskip("httpx")
 
 from pykvcache import LlamaModel, embedded_model_path  # noqa: E402
+from pykvcache.errors import ArgumentError  # noqa: E402
 from pykvcache.sampling import SETTINGS  # noqa: E402
 from pykvcache.serve.prompts import sampler_of  # noqa: E402
-from pykvcache.serve.schemas import CompletionRequest  # noqa: E402
+from pykvcache.serve.schemas import CompletionRequest, ResponseRequest  # noqa: E402
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Lucy has a red kite. Tom is a baker."}]
@@ -91,6 +92,10 @@ def test_every_setting_reaches_the_sampler() -> None:
         for wrong in ({"dry_sequence_breakers": ["!"] * 17}, {"lora": [{"id": 0, "scale": 1}]}):
             with pytest.raises(msgspec.ValidationError):
                 sampler(**wrong)
+        with pytest.raises(msgspec.ValidationError, match="lora"):
+            msgspec.convert({"input": "x", "lora": [{"id": 0}]}, ResponseRequest)
+        with pytest.raises(ArgumentError, match="not a stage"):
+            sampler(samplers=[""])
 
 
 def test_unknown_paths_and_large_bodies_are_refused(serve: Callable[..., str]) -> None:

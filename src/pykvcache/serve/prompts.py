@@ -43,7 +43,7 @@ _LAST_N = {
     "dry_last_n": "dry_last_n",
 }
 # Other names in ``samplers``; adaptive-p always comes last, and there is no infill.
-_STAGES = {"typ_p": "typical_p", "adaptive_p": "", "infill": ""}
+_STAGES = {"typ_p": "typical_p", "adaptive_p": None, "infill": None}
 # Fields that llama-server turns off by a negative number.
 _OFF = {"adaptive_target": None, "top_n_sigma": 0.0}
 
@@ -358,7 +358,7 @@ def sampler_of(request: Sampling, engine: Engine, **more: Any) -> Sampler:
             options[ours] = most if n < 0 else n
     if request.samplers is not None:
         names = (_STAGES.get(name, name) for name in request.samplers)
-        options["stages"] = [name for name in names if name]
+        options["stages"] = [name for name in names if name is not None]
     for name, off in _OFF.items():
         if (value := asked[name]) is not None and value < 0:
             options[name] = off

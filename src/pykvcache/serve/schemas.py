@@ -51,6 +51,11 @@ class Common(Struct, kw_only=True):
     prompt_cache_key: str | None = None
     prompt_cache_options: Object | None = None
     prompt_cache_retention: str | None = None
+    lora: list[Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.lora:  # answers of another adapter would look right
+            raise ValueError("lora: adapters are those that the server was started with")
 
     @property
     def cache_ttl(self) -> float | None:
@@ -116,15 +121,13 @@ class Sampling(Settings, kw_only=True):
     dry_sequence_breakers: Annotated[list[Breaker], Meta(max_length=16)] | None = None
     samplers: Annotated[list[str], Meta(max_length=64)] | None = None
     logit_bias: Bias | None = None
-    lora: list[Any] | None = None
     ignore_eos: bool = False
     stop: Stops | None = None
     json_schema: Object | bool | None = None
     timings_per_token: bool = False
 
     def __post_init__(self) -> None:
-        if self.lora:  # answers of another adapter would look right
-            raise ValueError("lora: adapters are those that the server was started with")
+        super().__post_init__()
         self.n = self.n_cmpl or self.n
 
     @property

@@ -473,7 +473,7 @@ class LlamaSequence(Closing):
         Parameters
         ----------
         path
-            A path; `LlamaContext.load_sequence` reads the file as well.
+            A path; `LlamaContext.load_sequence` reads the file, too (with an aLoRA only what it applied to).
         metadata
             JSON-serializable values with str keys; `describe_state` shows them under "metadata".
         sync

@@ -261,7 +261,8 @@ class PrefixTree:
             node = self._boundary(node, self._chunk_after(node, resume.n))
         first = node.end
         if resume.window_first < resume.n:
-            first = self._node_of(node, resume.window_first + 1).start
+            window = self._node_of(node, resume.window_first + 1).window
+            first = resume.window_first if window is None else window.start
         hold = Hold(node, first, resume.state)
         for one in self._held_by(hold):
             if one.is_speculative:
@@ -517,18 +518,12 @@ class PrefixTree:
 
     def _prepend_windows(self, node: Node, begin: int, end: int, priority: int) -> None:
         """Add speculative window cells of ``[begin, end)`` in front of a node's window."""
-        one = node.window
-        if one is not None and not one.is_speculative:
+        if node.window is not None and not node.window.is_speculative:
             # They are evicted before its window, so they need a node of their own.
-            at = self._chunk_before(node, end)
-            if begin < at:
-                head = self._boundary(node, at)
-                self._prepend_windows(head, begin, at, priority)
-                begin = at
-        if begin >= end:
-            return
-        if one is None:
-            one = node.window = self._new_speculative(node, Kind.WINDOW, priority)
+            node = self._boundary(node, end)
+        if node.window is None:
+            node.window = self._new_speculative(node, Kind.WINDOW, priority)
+        one = node.window
         sizes = cut(begin, end, self.shape.block_size)
         one.sizes, one.chunks = [*sizes, *one.sizes], [None] * len(sizes) + one.chunks
         self._count(one)

@@ -27,8 +27,12 @@ def test_random_requests_keep_every_account_right(kinds, policy):
             cells=rng.choice([10**9, 14, 30]),
             root=rng.choice([None, lambda name: name.encode().ljust(32, b"-")]),
         )
-        tree, open_ = model.tree, []
+        tree, open_, earlier = model.tree, [], []
         for prompt, answer in prompts(rng, examples(40)):
+            if earlier and rng.random() < 0.4:  # again, or its beginning
+                prompt = rng.choice(earlier)
+                prompt = prompt[: rng.choice([len(prompt), rng.randint(1, len(prompt))])]
+            earlier.append(prompt)
             space = rng.choice(["", "", "b"])
             begun, hold = model.begin(prompt, space)
             open_.append((prompt, answer, begun, hold, space))

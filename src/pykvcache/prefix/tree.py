@@ -396,9 +396,14 @@ class PrefixTree:
         shape = self.shape
         wanted = union((first, min(last, n)) for first, last in offer.windows if first < n)
         if shape.needs_state:
-            # Prompts resume at states only, so other windows are useless.
-            places = [at for at in {*offer.states, *match.states()} if at <= n]
-            begins = union((shape.window_begin(at, shape.slack), at) for at in places)
+            # Prompts resume at states with a complete window only, so other windows are useless.
+            there = union([*match.windows(), *wanted])
+            begins = union(
+                (shape.window_begin(at, shape.slack), at)
+                for at in {*offer.states, *match.states()}
+                if at <= n
+                and any(first <= shape.window_begin(at) and at <= last for first, last in there)
+            )
             wanted = overlaps(wanted, begins)
         return overlaps(wanted, gaps(match.windows(), n))
 
@@ -424,10 +429,11 @@ class PrefixTree:
             node = self._append(
                 self._boundary(node, match.n), tokens[match.n * TOKEN_SIZE :], plan.priority
             )
-        for first, last in plan.windows:
-            self._add_windows(node, first, last, plan.priority)
+        # States first: their nodes end there, so windows up to them need no whole chunks.
         for at, end in plan.states.items():
             self._add_state(self._boundary(self._node_of(node, at), at), end, plan.priority)
+        for first, last in plan.windows:
+            self._add_windows(node, first, last, plan.priority)
         if plan.divergence:
             self._boundary(self._node_of(node, plan.divergence), plan.divergence).diverges = True
         has_more = not self.shape.is_plain

@@ -24,6 +24,12 @@ LONG = 200
 FILE = click.argument("file", type=click.Path())
 OUT = click.argument("out", type=click.Path())
 
+_CONVERT_EPILOG = """
+\b
+Example:
+  pykvcache state convert -m model.gguf chat.kv small.kv --type-k q8_0 --type-v q8_0
+"""
+
 
 @click.group(short_help="Inspect, check, cut and convert saved states.")
 def state() -> None:
@@ -99,13 +105,13 @@ def cut(file: str, out: str, tokens: int) -> None:
     click.echo(f"{out}: {tokens} of {len(sequence)} tokens, {size:,} bytes")
 
 
-@state.command()
+@state.command(epilog=_CONVERT_EPILOG)
 @FILE
 @OUT
 @model_option
 @option(
     "--to",
-    "Format of OUT; llama-server restores llama.cpp's as a slot.",
+    "Format of OUT. llama-server can restore a file in llama.cpp's format as a slot.",
     type=click.Choice(["pykvcache", "llama.cpp"]),
     default="pykvcache",
 )
@@ -122,11 +128,7 @@ def cut(file: str, out: str, tokens: int) -> None:
 def convert(
     file: str, out: str, model: str, to: str, type_k: str | None, type_v: str | None
 ) -> None:
-    r"""Write a state with other types, or in another format.
-
-    \b
-    For example:
-      pykvcache state convert -m model.gguf chat.kv small.kv --type-k q8_0 --type-v q8_0
+    """Write a state with other types, or in another format.
 
     --to, --type-k and --type-v say what to change. Without them a llama.cpp file is converted to
     pykvcache's format. The model (-m) must be the one that the state was saved with.

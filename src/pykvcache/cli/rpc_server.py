@@ -10,7 +10,7 @@ import click
 from pykvcache._devices import devices
 from pykvcache._native import lib
 from pykvcache._params import usable_cpus
-from pykvcache.cli.options import number, option, threads_option
+from pykvcache.cli.options import number, option
 from pykvcache.cli.terminal import note
 
 __all__ = ["rpc_server"]
@@ -41,7 +41,7 @@ _WARNING = (
     "Device that computes; may be given several times. Default: all GPUs, or the CPU.",
     multiple=True,
 )
-@threads_option
+@option("--threads", "Number of threads. Default: all available CPUs.", type=number(1, 512))
 def rpc_server(host: str, port: int, names: tuple[str, ...], threads: int | None) -> None:
     """Compute layers of models that other processes load, and hold the cells of these layers.
 

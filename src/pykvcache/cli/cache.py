@@ -92,7 +92,7 @@ def disk_usage(where: str, as_json: bool) -> None:
 @WHERE
 @click.argument("max_bytes", metavar="SIZE", callback=_size)
 def trim_to(where: str, max_bytes: int) -> None:
-    """Remove blocks until at most SIZE is left: 500M, 10G.
+    """Remove blocks until at most SIZE (such as 500M or 10G) is left.
 
     The least recently used go first. For example: pykvcache cache trim ~/.cache/blocks 10G
     """

@@ -29,7 +29,7 @@ Examples:
 def embed(
     texts: tuple[str, ...], model: str, file: str | None, n_gpu_layers: int | None, lines: bool
 ) -> None:
-    """Write the embeddings of TEXTS, of unit length, one JSON list of numbers per line.
+    """Write the embeddings of TEXTS (unit length), one JSON list of numbers per line.
 
     Without TEXTS, standard input is embedded.
     """

@@ -95,7 +95,7 @@ def generate(
 ) -> None:
     """Generate text that continues PROMPT.
 
-    Standard input is read if PROMPT is -, or is missing in a pipe.
+    Standard input is read if PROMPT is -, or if PROMPT is missing and input is piped in.
 
     Several samples share one evaluation of the prompt, and are generated together, with one decode
     per step.

@@ -61,9 +61,10 @@ def info(
     swa_full: bool,
     as_json: bool,
 ) -> None:
-    """Show a GGUF's kind of memory, the operations that it allows, and its size.
+    """Show which kind of memory a GGUF uses, the operations that it allows, and its size.
 
-    The size is that of a context with these options, and the defaults for all others.
+    The size is how many bytes the memory takes in a context with these options, and the defaults
+    for all others.
     """
     facts = describe(
         model or file,

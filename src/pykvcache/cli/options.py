@@ -241,7 +241,9 @@ def _sampling_group(*short: str) -> Callable[[F], F]:
             )
             for name, text in _SAMPLING.items()
         ),
-        click.option("--seed", type=int, help="Same seed, same text. Default: random."),
+        click.option(
+            "--seed", type=int, help="Same seed, same text, up to rounding. Default: random."
+        ),
     )
 
 

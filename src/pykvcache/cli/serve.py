@@ -85,8 +85,8 @@ http://127.0.0.1:8080/ shows the cache in a browser.
 )
 @option(
     "--tier-seconds",
-    "Longest time that a request waits for a read from --cache. Default: a tenth of its estimated "
-    "evaluation time.",
+    "Longest time that a request waits for a read from --cache. Default: a tenth of the estimated "
+    "time to evaluate the same tokens.",
     type=float,
     metavar="SECONDS",
 )

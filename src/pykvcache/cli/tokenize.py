@@ -44,7 +44,7 @@ def tokenize(
 ) -> None:
     """Show the tokens of TEXT, one per line.
 
-    Standard input is read if TEXT is -, or is missing in a pipe.
+    Standard input is read if TEXT is -, or if TEXT is missing and input is piped in.
     """
     given = read_text(text, file)
     with load_model(model, 0, vocab_only=True) as loaded:

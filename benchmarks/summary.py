@@ -27,20 +27,25 @@ FIGURES = (
     Figure("removal of a sequence of 16 tokens, ns", "calls", "remove", 1e9),
     Figure("logits of a token, ns", "calls", "logits", 1e9),
     Figure("batch of 512 tokens from an array, ns", "calls", "batch512", 1e9),
-    Figure("decode of one token, 4 MB model, us", "calls", "decode1, stories, 1 thread", 1e6),
+    Figure("decode of one token, story model, us", "calls", "decode1, stories, 1 thread", 1e6),
     Figure(
-        "16 sequences in one decode, 60 MB model, 2 threads, tokens/s",
+        "16 sequences in one decode, 30M model, 2 threads, tokens/s",
         "throughput",
         "decode, 30M, 16 parallel, 2 threads",
         1,
     ),
     Figure(
-        "TTFT, prefix of 4,096 + 16, nothing cached, ms", "prefix", "first token, cold, 4096", 1e3
+        "TTFT, 30M model, prefix of 4,096 + 16, nothing cached, ms",
+        "prefix",
+        "first token, cold, 4096",
+        1e3,
     ),
     Figure("TTFT, same prefix forked, ms", "prefix", "first token, fork, 4096", 1e3),
     Figure("TTFT, same prefix from a state in RAM, ms", "prefix", "first token, memory, 4096", 1e3),
     Figure("TTFT, same prefix from a file, ms", "prefix", "first token, file, 4096", 1e3),
-    Figure("copy of a state of 64 MiB to a buffer, GB/s", "state", "save, 64 MiB", 1e-9),
+    Figure(
+        "copy of a state of 64 MiB to a buffer, story model, GB/s", "state", "save, 64 MiB", 1e-9
+    ),
 )
 
 
@@ -61,38 +66,47 @@ _BELOW = (
 )
 #: {total} and {ideal} are notes of the row.
 ON_GEMMA = (
-    Figure("16 chats of 3 turns: tokens evaluated of {total} ({ideal} are new)", "real", _CHATS, 1),
+    Figure(
+        "16 chats of 3 turns: tokens evaluated, out of {total} in all prompts "
+        "({ideal} appear for the first time)",
+        "real",
+        _CHATS,
+        1,
+    ),
     Figure("the same chats: size of the cache afterwards, MB", "real", _CHATS, 1e-6, "bytes"),
     Figure(
         "new question about a document of 3,200 tokens, cache of 20 MiB: "
-        "tokens evaluated of {total}",
+        "tokens evaluated, out of {total}",
         "real",
         _OVER,
         1,
     ),
     Figure(
-        "new question after a restart, folder of 24 MiB: tokens evaluated of {total}",
+        "new question after a restart, folder of 24 MiB: tokens evaluated, out of {total}",
         "real",
         _FOLDER,
         1,
     ),
     Figure(
-        "chat after a restart, last turn replaced: tokens evaluated of {total}", "real", _TURN, 1
+        "chat after a restart, last turn replaced: tokens evaluated, out of {total}",
+        "real",
+        _TURN,
+        1,
     ),
     Figure(
-        "server, 16 shorter chats of 6 turns: tokens evaluated ({ideal} are new)",
+        "server, 16 shorter chats of 6 turns: tokens evaluated ({ideal} appear for the first time)",
         "serve",
         f"{_GEMMA}16 chats of 6 turns, with memory for it",
         1,
     ),
     Figure(
-        "server, TTFT of 3,000 tokens that were evaluated before a restart, ms",
+        "server, TTFT for a prompt of 3,000 tokens that was evaluated before a restart, ms",
         "serve",
         f"{_GEMMA}first token of 3,000 known ones after a restart",
         1e3,
     ),
     Figure(
-        "server, TTFT of 64 uncached tokens, ms",
+        "server, TTFT for a prompt of 64 uncached tokens, ms",
         "serve",
         f"{_GEMMA}first token of 64 new ones",
         1e3,

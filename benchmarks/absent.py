@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Container, Mapping
 from typing import Any
 
 from benchmarks.harness import Row, leave_out
+from benchmarks.verdicts import US
 
 Rows = dict[str, Row]
 
@@ -30,11 +31,20 @@ def explained(rows: Rows, result: Mapping[str, Any], group: str) -> Rows:
     for name in names:
         if name != "thin" or group == "calls":
             leave_out(
-                (row for row in rows.values() if not row.name.startswith(alone)),
+                (
+                    row
+                    for row in rows.values()
+                    if not row.name.startswith(alone) and not (name == US and is_varied(row, names))
+                ),
                 name,
                 "not asked",
             )
     return rows
+
+
+def is_varied(row: Row, names: Collection[str]) -> bool:
+    """Whether a row compares variants of our own, such as with and without write-behind."""
+    return bool(row.samples) and not any(who in names for who in row.samples)
 
 
 def listed(rows: Rows) -> str:
@@ -43,14 +53,14 @@ def listed(rows: Rows) -> str:
     shown = [row for row in rows.values() if not row.name.startswith(("prefix there", "empty"))]
     sizes: dict[str, list[str]] = {}
     for row in shown:
-        sizes.setdefault(stem(row.name), []).append(row.name)
+        sizes.setdefault(stem(row.name, rows), []).append(row.name)
     why: dict[tuple[str, str], list[str]] = {}
     for row in shown:
         for who, error in row.errors.items():
             why.setdefault((who, error), []).append(row.name)
     lines: dict[str, list[str]] = {}
     for (who, error), names in why.items():
-        what = in_short(names, sizes)
+        what = in_short(names, sizes, rows)
         lines.setdefault(f"{what}: {error}", []).append(who)
     return "\n".join(
         ["Not measured:", "", *(f"- {', '.join(who)}: {text}" for text, who in lines.items())]
@@ -59,18 +69,19 @@ def listed(rows: Rows) -> str:
     )
 
 
-def stem(name: str) -> str:
-    """Return a row's name without its size."""
-    return SIZE.sub("", name)
+def stem(name: str, rows: Container[str]) -> str:
+    """Return a row's name without its size, unless another row has that name."""
+    short = SIZE.sub("", name)
+    return name if short in rows else short
 
 
-def in_short(names: list[str], sizes: Mapping[str, list[str]]) -> str:
+def in_short(names: list[str], sizes: Mapping[str, list[str]], rows: Container[str]) -> str:
     """Name rows; with sizes only if not all sizes are meant."""
     if set(names) == {name for group in sizes.values() for name in group}:
         return "everything here"
     found: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(stem(name), []).append(name)
+        found.setdefault(stem(name, rows), []).append(name)
     words = []
     for what, some in found.items():
         ends = [SIZE.search(name) for name in some]

@@ -54,7 +54,7 @@ def together(groups: dict[str, Rows]) -> Verdict:
     if not found:
         return Verdict("together", text, "-", None)
     values = medians(found)
-    figure = worst_of(found, least(values), "", 3)
+    figure = worst_of(found, least(values), "", 3, "workloads")
     figure += "".join(f"; {name} {span(ratios, '', 3)}" for name, ratios in found.items())
     other = {name: row.ratios(AGAIN, "C") for name, row in rows.items() if row.ratios(AGAIN, "C")}
     if other:
@@ -71,7 +71,7 @@ def server(groups: dict[str, Rows]) -> Verdict:
     if not found:
         return Verdict("server", text, "-", None)
     values = medians(found)
-    figure = worst_of(found, least(values), "times", 2)
+    figure = worst_of(found, least(values), "times", 2, "workloads")
     loop = {name: ratios for name in found if (ratios := rows[name].ratios("C", SERVER))}
     if loop:
         by_c = medians(loop).values()

@@ -96,19 +96,19 @@ def alone(groups: dict[str, Rows]) -> Verdict:
         low, middle, high = (f"{value:.3f}" for value in statistics.quantiles(ratios, n=4))
         ends = rows.get(f"nothing shared, {model}, {cache} cache, begin and close")
         value = statistics.median(ratios)
-        words.append(f"{model}, {cache} cache, ")
+        words.append(f"{model}, {cache} cache: ")
         if ends is not None and "without" in ends.samples:
             # Decodes vary by ten percent; the added time does not.
             value = plain / (plain + ends.median("with a cache") - ends.median("without"))
-            words[-1] += f"{value:.3f} by opening and closing, "
+            words[-1] += f"{value:.3f} if only opening and closing count, "
         values.append(value)
         words[-1] += f"{middle} over {len(ratios)} pairs (quartiles {low} to {high})"
         own = rows.get(f"nothing shared, {model}, {cache} cache, processor")
         if own is not None and (of_own := own.ratios("without", "with a cache")):
-            words[-1] += f", by processor time {statistics.median(of_own):.3f}"
+            words[-1] += f", {statistics.median(of_own):.3f} if processor time is compared"
         if copies := row.samples.get("copying the blocks"):
             floor = plain / (plain + statistics.median(copies))
-            words[-1] += f", only copying blocks {floor:.3f}"
+            words[-1] += f", {floor:.3f} if only copying blocks counts"
     if not words:
         return Verdict("reuse_alone", text, "-", None)
     figure = "; ".join(said for _, said in sorted(zip(values, words, strict=True)))

@@ -73,8 +73,7 @@ def _told(name: str) -> str:
 
 def files(groups: dict[str, Rows]) -> Verdict:
     """Save 5 times as fast as llama.cpp's own file, load no slower, from 16 MiB on."""
-    text = "state files of 16 MiB and more: save 5 times as fast as llama.cpp's, load no slower "
-    text += "(a target of the state container, not of these benchmarks)"
+    text = "state files of 16 MiB and more: save 5 times as fast as llama.cpp's, load no slower"
     rows = {
         name: row
         for name, row in groups.get("state", {}).items()

@@ -75,10 +75,10 @@ def judge(groups: dict[str, Rows]) -> list[Verdict]:
 
 
 def memory_cost(groups: dict[str, Rows]) -> Verdict:
-    """At most 60 ns over C and an empty method."""
+    """At most 60 ns over C plus an empty method."""
     from benchmarks.groups.calls import CALLS
 
-    text = "memory operation: at most 60 ns over C and an empty method call"
+    text = "memory operation: at most 60 ns over C plus an empty method call"
     rows = groups.get("calls", {})
     found = {
         what: [ns * 1e9 for ns in over_c(rows[what], rows.get(CALLS[what]))]
@@ -89,7 +89,7 @@ def memory_cost(groups: dict[str, Rows]) -> Verdict:
         return Verdict("memory_cost", text, "-", None)
     values = medians(found)
     over = [what for what, value in values.items() if value > 60]
-    figure = worst_of(found, max(values, key=values.__getitem__), "ns", 0)
+    figure = worst_of(found, max(values, key=values.__getitem__), "ns", 0, "operations")
     if over:
         figure += "; above: " + ", ".join(f"{what} {values[what]:.0f}" for what in over)
     # A busy processor has two speeds, and the samples of a pair may differ in speed.
@@ -122,7 +122,9 @@ def memory_peer(groups: dict[str, Rows]) -> Verdict:
         return Verdict("memory_peer", text, "-", None)
     values = medians(found)
     low = below(values, 3)
-    return Verdict("memory_peer", text, worst_of(found, least(values), "times", 2) + low, not low)
+    return Verdict(
+        "memory_peer", text, worst_of(found, least(values), "times", 2, "operations") + low, not low
+    )
 
 
 def decode_cost(groups: dict[str, Rows]) -> Verdict:
@@ -164,7 +166,7 @@ def throughput(groups: dict[str, Rows]) -> Verdict:
     low = [name for name, value in values.items() if value < 0.99]
     figure = worst_of(found, least(values), "", 3)
     if low:
-        figure += f", {len(low)} below"
+        figure += f", {len(low)} miss the target"
     figure += f"; {pooled(found)}"
     # The difference of the same program from itself is the noise.
     for name, who in (("C against C", AGAIN), (PEER, PEER)):

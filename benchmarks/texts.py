@@ -13,14 +13,17 @@ REPEAT = """    make bench                                  everything: pages, J
 def head(result: dict[str, Any]) -> str:
     """Write the introduction."""
     machine = result["machine"]
-    mixed = (
-        ", and earlier runs on other machines: [details](benchmarks-tables.md#machine-and-versions)"
-    )
+    others = {group.get("cpu", machine["cpu"]) for group in result["groups"].values()}
+    kind = "a machine of the same kind" if others <= {machine["cpu"]} else "other machines"
+    mixed = f"; some tables are from earlier runs on {kind}: [details](benchmarks-tables.md#machine-and-versions)"
     return f"""# Benchmarks
 
 pykvcache compared with plain C and other Python bindings of llama.cpp: same GGUF files, tokens and number of threads, on
-{machine["cpus"]} cores ({machine["cpu"]}{mixed if elsewhere(result) else ""}). `make bench` writes this page and
-[all tables](benchmarks-tables.md) from [benchmarks.json](benchmarks.json), which has every raw sample."""
+{machine["cpus"]} cores ({machine["cpu"]}{mixed if elsewhere(result) else ""}).
+`make bench` writes this page and [all tables](benchmarks-tables.md) from [benchmarks.json](benchmarks.json), which has every raw sample.
+
+Models: Gemma 3 270M (Q4_K_M); the *story model* (4 MB, included in the package); *30M* and *135M*, llamas with that many random
+weights; and *tiny*, a llama of the tests, whose decode is mostly overhead."""
 
 
 def tables_head() -> str:
@@ -55,16 +58,17 @@ def details(result: dict[str, Any]) -> str:
 
 {REPEAT}
 
-Measuring took {run / 60:.1f} minutes. Setup took: {took}.
-Building or fetching the other bindings, of which llama-cpp-python is built from source, last took: {costs}.
+Measuring took {run / 60:.1f} minutes. Preparing all contestants took, in the last complete run: {took}.
+Installing another binding anew (llama-cpp-python is built from source, the others are wheels) last took: {costs}.
 Builds are kept in `build/bench/`.
 
 ## How to read it
 
 - **Figures** are medians of {result["samples"]} samples ({result["samples_of_what_takes_seconds"]} if a sample takes
   seconds), with minimum and maximum. Contestants are processes that take turns (A B C, B C A, C A B) after a warm-up
-  round. A short measurement is repeated several times per sample, and the fastest counts; the first table uses new
-  processes for each sample. Ratios are computed per pair within a round. The reasons for dashes are below each table.
+  round. A short measurement is repeated several times per sample, and the fastest counts; [cost of one
+  call](benchmarks-tables.md#cost-of-one-call) uses new processes for each sample. Ratios are computed per pair within a round. The
+  reasons for dashes are below each table of [all tables](benchmarks-tables.md).
 - **Equal settings.** {equal(result)}
 - **C** is `benchmarks/c/`, linked with our static llama.cpp. **llama-cpp-python** is built from its source distribution,
   which contains the same llama.cpp; its memory operations are called through ctypes, the fastest way that it offers.
@@ -112,12 +116,13 @@ def equal(result: dict[str, Any]) -> str:
     for who, names in settings["reported"].items():
         if names:
             reported.setdefault(", ".join(names), []).append(who)
-    said = "; ".join(f"{', '.join(who)}: {names}" for names, who in reported.items())
+    said = "; ".join(f"for {', '.join(who)}: {names}" for names, who in reported.items())
     return (
         f"Every context is opened with {same} (flash attention 1 is on, type 1 is f16; `n_batch` is at most the "
         "context), one pool of cells, and the same cells, sequences and threads (`benchmarks/settings.py`). A "
-        f"contestant that reports other settings is not measured. Reported and equal: {said}. For xllamacpp, and for "
-        "flash attention and types of the other bindings, the parameters are read back."
+        f"contestant that reports other settings is not measured. These settings were reported and are the same: {said}. "
+        "Where a binding does not report a setting of the context (all of xllamacpp's; flash attention and types of the "
+        "others), the parameters passed to it are compared."
     )
 
 
@@ -125,14 +130,14 @@ GROUPS = {
     "calls": (
         "Story model, 256 cells, 64 sequences, 16 tokens in sequence 0; 63 calls in a row, one on each of the others. "
         "`decode1` decodes one token at position 16. cyllama's batches take lists: "
-        "`batch.set_batch(array.tolist(), 0, False)`. Its `get_logits()` uses an attribute that its model class lacks; "
-        "a subclass adds it, and the row is a new list."
+        "`batch.set_batch(array.tolist(), 0, False)`. Its `get_logits()` uses an attribute that its model class lacks: "
+        "our subclass adds the attribute; the logits come as a new list."
     ),
     "throughput": (
         "Tokens per second. Decode: one token for each sequence after 32 tokens each, the fastest of 8 to 32 steps. "
         "Prefill: one batch of 512 tokens (128 on the 30M model) divided among the sequences. xllamacpp is a server and "
-        "gets the same prompts as concurrent completions: a step is the time between two tokens by its clock while all "
-        "run, including sampling and queueing; a prefill ends with the last request's first token."
+        "gets the same prompts as concurrent completions: a step is the time between two tokens, by the server's clock, "
+        "while all requests are running, including sampling and queueing; a prefill ends with the last request's first token."
     ),
     "generate": (
         "Story model, 2 threads. Workloads: 8 samples of a prompt of 32 tokens; 16 prompts of 32, 64 new tokens each; and "
@@ -145,29 +150,29 @@ GROUPS = {
         "A step of a `BatchGenerator` (greedy, one thread) is the fastest of 32, compared with C's fastest decode of the "
         "same batch without choosing tokens. It has six times as many samples, in new processes, because the address "
         "at which the model is loaded changes the time of a decode by more than the overhead that is measured. The other rows are pykvcache only, with one thread: a "
-        "busy sequence above 8,000 cells of 16 idle ones, in its first 8 steps, and after they were parked and its cells "
+        "busy sequence whose cells lie behind 8,000 cells of 16 idle sequences, in its first 8 steps, and after they were parked and its cells "
         "moved down (medians of steps); and edits of a `LlamaSequence`, the best of 7."
     ),
     "tiers": (
-        "30M model, 2 threads, pykvcache only. First token: from the prompt to its logits, if all but its last token is "
+        "30M model, 2 threads; pykvcache, except for the rows that name C or xllamacpp. First token: from the prompt to its logits, if all but its last token is "
         "cached: in RAM, in a folder (in the page cache, or dropped with POSIX_FADV_DONTNEED), or in Redis on loopback. "
         "Before each run the RAM cache is emptied but stays allocated, and the evaluation speed has been measured. RAM is "
         "the lower bound for all tiers: it places the blocks and decodes the last token over 4,096 cells. *compared with "
         "evaluating*: a folder with artificial delays per request and per byte, relative to no tier. *a file of "
-        "llama.cpp's own*: C reads a session file (`llama_state_seq_load_file`), xllamacpp's server restores its slot; both "
-        "contain one whole prompt, and must be told which file to load."
+        "llama.cpp's own*: C reads a session file (`llama_state_seq_load_file`), xllamacpp's server restores its slot; each "
+        "file contains one whole prompt, and the caller must name it."
     ),
     "prefix": (
         "30M model, 2 threads: a prompt shares its first tokens with an earlier one, and has 16 more. First token: from "
         "the request to the likeliest next token. *cold* evaluates all; *fork* copies the sequence; *memory* and *file* "
         "restore its state; *own prefix match* is a binding's automatic match with the last prompt (ours: the fork); *RAM "
         "cache* is llama-cpp-python's `LlamaRAMCache`, or the cache of xllamacpp's server, compared with our state in "
-        "memory. The last two use llama-cpp-python's class `Llama`. cyllama's first token comes from its greedy sampler; "
+        "memory. For llama-cpp-python, *own prefix match* and *RAM cache* use its class `Llama`. cyllama's first token comes from its greedy sampler; "
         "its files have no tokens, because it cannot write tokens above 255. xllamacpp's file is its slot's, restored over "
         "HTTP."
     ),
     "state": (
-        "GB/s for one sequence of the story model, in contexts with two threads. Ours copies states from 512 KiB on with "
+        "GB/s for one sequence of the story model, in contexts with two threads. Ours copies states of 512 KiB or more with "
         "both; the others and *memcpy* use one. Rows of 32 KiB per cell are those of a model with 16 layers of 4 heads of "
         "128, typical of models with a few billion parameters. *save* writes to an existing buffer, *save_new* to a new object (in C: "
         "malloc and free); *memcpy* and *memcpy_new* copy as many bytes in the same process; *load* goes to an empty "
@@ -201,10 +206,10 @@ GROUPS = {
         "branches, with 800 tokens, 40 more per step, and an answer of one token. The tables count evaluated prompt "
         "tokens; *new* is the number that no cache can avoid, which differs slightly because each contestant's answers "
         "become prompts. llama-cpp-python's cache size includes scores; xllamacpp is llama-server with `cache_ram_mib`.\n\n"
-        "Then pykvcache only: 24 prompts of 450 tokens that share nothing (4 for a model of SmolLM2-135M's sizes with "
-        "random weights; 6 of 2,000 tokens), each with and without a cache in direct succession, with answers of 16. "
-        "More rows give the time to open and close the sequence, and to copy its blocks. Times are milliseconds per answer "
-        "token, because answers may end early. A *new* cache grows into memory that the process never used, as do the "
+        "Then pykvcache only: 24 prompts of 450 tokens that share nothing (for the 135M model, which has SmolLM2-135M's sizes, only "
+        "4 prompts; in the rows with 2,000 tokens only 6), each with and without a cache in direct succession, with answers of 16. "
+        "Other rows give the time to open and close the sequence, and to copy its blocks. Times are milliseconds per answer "
+        "token, because answers may end early. A *new* cache grows into memory that the process had not used before, as do the "
         "separate copies; a *full* one (8 MiB, 32 for 2,000 tokens, 64 for the larger models) evicts as much as it stores, "
         "and reuses memory. Finally, restoring 4,096 tokens of the 30M model from 64 blocks and from one state, and "
         "looking up 4,096 tokens among 100,000 blocks of 64."
@@ -218,8 +223,8 @@ GROUPS = {
     "serve": (
         "`pykvcache serve` and xllamacpp's llama-server over HTTP on loopback: same GGUF, 4,096 cells, 16 slots, 2 threads, "
         "256 MiB of cache. The clients run on the same two cores, and their processor time is part "
-        "of these figures. *alone* is the same work without a server: a "
-        "`BatchGenerator` in a process, the number of new tokens, a process with model and context, or evaluating the prompt."
+        "of these figures. *alone* is the same work without a server. Depending on the row, it is "
+        "evaluating the prompt, a `BatchGenerator` in a process, the number of new tokens, or a process with model and context."
     ),
     "portable": (
         "The wheel of `make wheel` (ggml's CPU code once per instruction set, chosen at import) compared with a wheel "
@@ -237,43 +242,49 @@ PLOTS = ("calls", "throughput", "prefix", "state", "growth")
 REASONS: dict[str, str] = {
     "memory_cost": "The Python method around the compiled one takes 28 ns, lock and checks 20 to 40. If the processor's "
     "clock changes between our run and C's, that adds to the difference; the lowest samples are free of it.",
-    "memory_peer": "A copy creates a tree node per cell in llama.cpp's cell lists, in C as here. Too little remains that a "
-    "binding could save.",
+    "memory_peer": "A copy creates a tree node per cell in llama.cpp's cell lists, in C as here. Little is left for a "
+    "binding to save.",
     "decode_cost": "The cost is converting tokens, checks and the lock. If a decode fills the processor's caches, the "
     "interpreter's code and objects must be fetched again: 2 to 4 us on the story model.",
     "throughput": "On the story model the interpreter's code and objects drop out of the processor's caches between two "
     "decodes of 0.2 ms; fetching them takes 4 to 5 us per step. The 1 to 2 % in other rows have no known cause: "
-    "llama-cpp-python loses as much, and single rows of C differ as much from C itself.",
+    "llama-cpp-python loses as much, and some rows differ as much between two runs of C.",
     "together": "A step costs about 10 us + 2 us per sequence more than C's. A request that "
-    "joins, is forked or ends costs about 0.1 ms once. If a decode takes one millisecond, each adds a few percent.",
+    "joins, is forked or ends costs about 0.1 ms once. Next to a decode of one millisecond, the step's overhead is 3 to 4 %.",
     "server": "The C loop with the same batches is not faster than pykvcache: nearly all of a step is llama.cpp's "
     "arithmetic, which the server needs as well.",
     "step": "The interpreter's code and objects drop out of the processor's caches during a decode, and choosing a token "
     "is part of a step.",
     "tier_folder": "Decoding the single new token over 4,096 cells is llama.cpp's work, and alone takes more than 1/300 of the "
-    "time. RAM adds the copy of 24 MiB into the cells; a folder adds the copy out of the page cache, checksums and the "
+    "cold time. RAM adds the copy of 24 MiB into the cells; a folder adds the copy out of the page cache, checksums and the "
     "check of values.",
     "tier_slow": "A request waits for its tiers for a tenth of the expected evaluation, at most. A store that turns out slower "
     "costs this wait. Here the expectation came from prompts of 4,096 tokens, which take more time per token than these.",
     "tier_writing": "On two processors the writing thread takes time from the decode: 7 ms for 4 MiB, spread at 0.5 % of one CPU.",
+    "reuse_bytes": "For each prompt the cache also keeps about 5 KB: events that were not read, the policy's notes and nodes of "
+    "the tree. In *tree* a prompt adds only 40 tokens (80 KiB), so this is more than 5 %.",
     "reuse_alone": "Only short prompts on the story model miss it. Such a prompt takes 40 ms, and opening and closing its "
     "sequence takes 0.7 to 1.1 ms more than without a cache, as on any model. Prompts of 2,000 tokens meet the target. A new cache "
-    "writes 0.9 MiB of keys and values to RAM that the process never used. The system must clear these pages, so copying alone is "
+    "writes 0.9 MiB of keys and values to RAM that the process had not used before. The system must clear these pages, so copying alone is "
     "below 0.99 there. A full cache copies in 0.2 ms. The rest is lookups, names, the tree, events and evictions: about "
     "a hundred calls, which take three times as long after decodes that have emptied the processor's caches. Between "
     "runs the median ratio of the pairs varies by 1.5 percentage points.",
     "fork": "llama.cpp keeps a tree node per cell and sequence; creating 4,096 of them takes as long in C.",
-    "copies": "1 MiB stays in the processor's caches, where finding the cells counts. A load into an empty sequence creates "
+    "copies": "1 MiB stays in the processor's caches, so there the time to find the cells matters. A load into an empty sequence creates "
     "two tree nodes per cell in llama.cpp's cell lists (50 ns each): for cells of 2 KiB that takes as long as copying them, "
     "which the second thread does at the same time; for 32 KiB it is negligible. `load_over` overwrites in place and needs "
     "none. memcpy itself copies 16 MiB at 9 to 18 GB/s, depending on the round.",
-    "files": "The system takes most of the time: even a bare write(2) of existing bytes is not 5 times faster than "
-    "llama.cpp's new file. pykvcache makes one more copy, so that the context is free during the write, and computes "
+    "files": "The system takes most of the time: even a bare write(2) of bytes that are ready is not 5 times as fast as "
+    "llama.cpp writing a new file. pykvcache makes one more copy, so that the context is free during the write, and computes "
     "checksums.",
 }
 
 #: Names in results, and the names that the report shows.
 SHOWN = {
+    ", stories": ", story model",
+    "; stories": "; story model",
+    ": stories": ": story model",
+    "(stories)": "(story model)",
     "the same at first": "same, before parking",
     "the same alone": "same, without idle cells",
     "first token, the last one decoded alone": "first token, only the last one decoded",
@@ -293,7 +304,7 @@ SHOWN = {
     "has no cache of prompts": "no prompt cache",
     "answered with status 400": "refuses prompts longer than the trained length",
     "a yardstick: measured in C, with NumPy and with ctypes": "only measured in C, with NumPy and with ctypes",
-    "copies with one thread in the rows of all sizes, too": "copies with one thread in all rows",
+    "copies with one thread in the rows of all sizes, too": "skipped, because its copies are llama.cpp's, as in C",
     "its saves make a new object": "always saves to a new object",
     "its server cuts contexts to what the model was trained for": "its server limits contexts to the trained length",
     "its server works in a thread of its own": "its server has its own thread",

@@ -39,9 +39,11 @@ def span(values: list[float], unit: str, digits: int, scale: float = 1) -> str:
     return f"{middle}{unit and ' '}{unit} ({low} to {high})"
 
 
-def worst_of(found: dict[str, list[float]], worst: str, unit: str, digits: int) -> str:
+def worst_of(
+    found: dict[str, list[float]], worst: str, unit: str, digits: int, what: str = "rows"
+) -> str:
     """Write the worst of several figures with its name, and their number."""
-    return f"{span(found[worst], unit, digits)} at worst (`{worst}`), of {len(found)}"
+    return f"{span(found[worst], unit, digits)}, the worst of {len(found)} {what} (`{worst}`)"
 
 
 def medians(found: dict[str, list[float]]) -> dict[str, float]:

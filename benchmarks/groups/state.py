@@ -124,7 +124,7 @@ def measure(case: Case, contestants: Mapping[str, Contestant], plan: Plan) -> li
         bare = (row for row in rows if row.name.startswith("file_write"))
         leave_out(bare, name, "measured once, in C")
         if name not in asked:
-            leave_out(rows, name, "copies with one thread in the rows of all sizes, too")
+            leave_out(rows, name, "skipped, because its copies are llama.cpp's, as in C")
     copies = (row for row in rows if not row.name.startswith("file_"))
     leave_out(copies, "xllamacpp", "its states are files")
     for name, why in refused.items():

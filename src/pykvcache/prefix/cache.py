@@ -246,7 +246,7 @@ class PrefixCache(Closing):
             return self._core.blocks.pin(ids.tobytes(), self._core.current_space(namespace), until)
 
     def forget(self, tokens: str | TokenInput, *, namespace: str | None = None) -> None:
-        """Remove tokens, every continuation of them, and ancestors that no other prompt uses.
+        """Remove every continuation of tokens, and those of them that no other prompt shares.
 
         They are removed from RAM and from tiers. Components used by live sequences or pins stay.
         Tiers do not record which prompts share a block: blocks that are not in RAM are removed

@@ -14,8 +14,8 @@ PAGE = DOCS / "reference" / "hazards.md"
 KINDS = "MDSCVLTFN"
 HEADER = """# Hazards and their tests
 
-Each row is a hazard of [Guarantees](../guarantees.md) and the tests in `tests/` that protect it.
-`python tests/hazards.py` writes this page from the `hazard` markers of the tests.
+Each row is a hazard of [Guarantees](../guarantees.md) and the tests that guard against it.
+`python tests/hazards.py` writes this page from the `hazard` markers of the tests in `tests/`.
 
 | id | tests |
 |---|---|

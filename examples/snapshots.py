@@ -1,4 +1,4 @@
-"""Try several endings of a story from one snapshot in memory, also with recurrent models.
+"""Try several endings of a story from one snapshot in memory, with recurrent models, too.
 
 Usage: python examples/snapshots.py [model.gguf]
 """

@@ -87,6 +87,8 @@ cdef class Turns:
 
     def drop(self, one):
         """Reap an object now, or at the next turn if one is under way. For finalizers."""
+        if self._context.is_closed:
+            return
         self.dropped.append(one)
         if self._context.generation != _generation or self._context.lock.is_mine():
             return

@@ -95,7 +95,8 @@ def schema_of(response_format: Mapping[str, Any] | None) -> Any:
         if kind == "text":
             return None
         if kind == "json_object":
-            return wish.get("schema") or {"type": "object"}
+            schema = wish.get("schema")
+            return {"type": "object"} if schema in (None, {}) else schema
         # In Responses and in Anthropic's API, the schema is in the format itself.
         given = wish.get("json_schema", wish) if kind == "json_schema" else None
         if isinstance(given, Mapping) and isinstance(given.get("schema"), Mapping):

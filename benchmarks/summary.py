@@ -61,8 +61,8 @@ _CHATS = "chat, 16 sessions of 3 turns"
 _TURN = "chat, save, load, take back a turn, 5 new tokens"
 _GEMMA = "Gemma 3 270M: "
 _BELOW = (
-    "llama-server was restarted without saved slots, so it evaluates the prompt again. Empty cells "
-    "were not measured."
+    "llama-server was restarted without saved slots, so it evaluates the prompt again. Where "
+    "the table is blank, nothing was measured."
 )
 #: {total} and {ideal} are notes of the row.
 ON_GEMMA = (

@@ -272,8 +272,8 @@ REASONS: dict[str, str] = {
     "fork": "llama.cpp keeps a tree node per cell and sequence; creating 4,096 of them takes as long in C.",
     "copies": "1 MiB stays in the processor's caches, so there the time to find the cells matters. A load into an empty sequence creates "
     "two tree nodes per cell in llama.cpp's cell lists (50 ns each): for cells of 2 KiB that takes as long as copying them, "
-    "which the second thread does at the same time; for 32 KiB it is negligible. `load_over` overwrites in place and needs "
-    "none. memcpy itself copies 16 MiB at 9 to 18 GB/s, depending on the round.",
+    "which the second thread does at the same time; for 32 KiB it is negligible. `load_over` (a load over a sequence of "
+    "the same size) overwrites in place and creates no tree nodes. memcpy itself copies 16 MiB at 9 to 18 GB/s, depending on the round.",
     "files": "The system takes most of the time: even a bare write(2) of bytes that are ready is not 5 times as fast as "
     "llama.cpp writing a new file. pykvcache makes one more copy, so that the context is free during the write, and computes "
     "checksums.",

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import re
 
+from pykvcache._ranges import Range, gaps, overlaps, union
+
 __all__ = ["UnsupportedPattern", "convertible_pattern", "matches"]
 
-Ranges = list[tuple[int, int]]
+#: Sets of characters, as ranges of code points.
+Ranges = list[Range]
 
-LAST = 0x10FFFF
-# Characters that a JSON string contains only escaped.
-_ESCAPED: Ranges = [(0x00, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\")), (0x7F, 0x7F)]
+END = 0x110000
+# Characters that a JSON string contains only escaped, and the others.
+_ESCAPED: Ranges = [(0x00, 0x20), (0x22, 0x23), (0x5C, 0x5D), (0x7F, 0x80)]
+_PLAIN: Ranges = gaps(_ESCAPED, END)
 _CLASSES: dict[str, Ranges] = {
-    "d": [(0x30, 0x39)],
-    "w": [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)],
-    "s": [(0x20, 0x20)],
+    "d": [(0x30, 0x3A)],
+    "w": [(0x30, 0x3A), (0x41, 0x5B), (0x5F, 0x60), (0x61, 0x7B)],
+    "s": [(0x20, 0x21)],
 }
 _SPECIAL = "^$.[](){}|*+?"
 _CONTROL = {"t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D, "0": 0x00}
@@ -109,7 +113,7 @@ class _Reader:
             return self._class() + self._repeat()
         if c == ".":
             return _write(_ESCAPED, negated=True) + self._repeat()
-        found = self._escape() if c == "\\" else [(ord(c), ord(c))]
+        found = self._escape() if c == "\\" else _single(ord(c))
         return _write(found, negated=False) + self._repeat()
 
     def _open(self) -> str:
@@ -140,16 +144,15 @@ class _Reader:
         code = _HEX.match(self.text, self.at)
         if code is not None:
             self.at = code.end()
-            value = int(next(filter(None, code.groups())), 16)
-            return [(value, value)]
+            return _single(int(next(filter(None, code.groups())), 16))
         self.at += 1
         if c in _CLASSES:
             return _CLASSES[c]
         if c in _CONTROL:
-            return [(_CONTROL[c], _CONTROL[c])]
+            return _single(_CONTROL[c])
         if c.isalnum():
             raise UnsupportedPattern(f"\\{c} has no equivalent")
-        return [(ord(c), ord(c))]
+        return _single(ord(c))
 
     def _class(self) -> str:
         negated = self.text.startswith("^", self.at)
@@ -160,7 +163,7 @@ class _Reader:
             first = False
             low = self._member()
             is_range = self.text.startswith("-", self.at) and self.text[self.at + 1] != "]"
-            if is_range and len(low) == 1 and low[0][0] == low[0][1]:
+            if is_range and len(low) == 1 and low[0][1] - low[0][0] == 1:
                 self.at += 1
                 ranges.append((low[0][0], self._member()[0][1]))
             else:
@@ -171,48 +174,30 @@ class _Reader:
     def _member(self) -> Ranges:
         c = self.text[self.at]
         self.at += 1
-        return self._escape() if c == "\\" else [(ord(c), ord(c))]
+        return self._escape() if c == "\\" else _single(ord(c))
 
 
-def _merged(ranges: Ranges) -> Ranges:
-    merged: Ranges = []
-    for low, high in sorted(ranges):
-        if merged and low <= merged[-1][1] + 1:
-            merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
-        else:
-            merged.append((low, high))
-    return merged
-
-
-def _without(ranges: Ranges, excluded: Ranges) -> Ranges:
-    found: Ranges = []
-    for low, high in _merged(ranges):
-        for begin, end in _merged(excluded):
-            if begin <= high and end >= low:
-                if low < begin:
-                    found.append((low, begin - 1))
-                low = end + 1
-        if low <= high:
-            found.append((low, high))
-    return found
+def _single(point: int) -> Ranges:
+    return [(point, point + 1)]
 
 
 def _write(ranges: Ranges, *, negated: bool) -> str:
     """Write a set of characters without those that JSON escapes."""
-    kept = _without([(0, LAST)], ranges + _ESCAPED) if negated else _without(ranges, _ESCAPED)
+    excluded = union(ranges + _ESCAPED)
+    kept = gaps(excluded, END) if negated else overlaps(union(ranges), _PLAIN)
     if not kept:
         raise UnsupportedPattern("it asks for characters that JSON escapes")
-    if len(kept) == 1 and kept[0][0] == kept[0][1] < 0x80:
+    if len(kept) == 1 and kept[0][1] - kept[0][0] == 1 and kept[0][0] < 0x80:
         c = chr(kept[0][0])
         return f"\\{c}" if c in _SPECIAL else c
     if negated:
-        return "[^" + "".join(map(_range, _merged(ranges + _ESCAPED))) + "]"
+        return "[^" + "".join(map(_range, excluded)) + "]"
     return "[" + "".join(map(_range, kept)) + "]"
 
 
-def _range(pair: tuple[int, int]) -> str:
-    low, high = pair
-    return _code(low) if low == high else f"{_code(low)}-{_code(high)}"
+def _range(pair: Range) -> str:
+    low, last = pair[0], pair[1] - 1
+    return _code(low) if low == last else f"{_code(low)}-{_code(last)}"
 
 
 def _code(point: int) -> str:

@@ -1,4 +1,4 @@
-"""Ranges of tokens: covered, missing, and where a memory can be resumed."""
+"""Ranges of integers, mostly of tokens: union, gaps, and where a memory can be resumed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 __all__ = ["Range", "deepest", "gaps", "overlaps", "union"]
 
-#: A half-open range of tokens.
+#: A half-open range.
 Range: TypeAlias = tuple[int, int]
 
 

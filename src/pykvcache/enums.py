@@ -27,67 +27,30 @@ __all__ = [
 ]
 
 # Texts that options accept in place of enum members, for type checkers and editors.
-# Written as unions for stubtest.
-GgmlTypeName: TypeAlias = (
-    Literal["f32"]
-    | Literal["f16"]
-    | Literal["bf16"]
-    | Literal["q8_0"]
-    | Literal["q5_1"]
-    | Literal["q5_0"]
-    | Literal["q4_1"]
-    | Literal["q4_0"]
-    | Literal["iq4_nl"]
-)
-FlashAttentionName: TypeAlias = Literal["auto"] | Literal["disabled"] | Literal["enabled"]
-PoolingTypeName: TypeAlias = (
-    Literal["unspecified"]
-    | Literal["none"]
-    | Literal["mean"]
-    | Literal["cls"]
-    | Literal["last"]
-    | Literal["rank"]
-)
-AttentionTypeName: TypeAlias = Literal["unspecified"] | Literal["causal"] | Literal["non_causal"]
-RopeScalingTypeName: TypeAlias = (
-    Literal["unspecified"]
-    | Literal["none"]
-    | Literal["linear"]
-    | Literal["yarn"]
-    | Literal["longrope"]
-)
-SplitModeName: TypeAlias = Literal["none"] | Literal["layer"] | Literal["row"] | Literal["tensor"]
-LoadModeName: TypeAlias = (
-    Literal["auto"]
-    | Literal["none"]
-    | Literal["mmap"]
-    | Literal["mlock"]
-    | Literal["mmap_mlock"]
-    | Literal["direct_io"]
-)
+GgmlTypeName: TypeAlias = Literal[
+    "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"
+]
+FlashAttentionName: TypeAlias = Literal["auto", "disabled", "enabled"]
+PoolingTypeName: TypeAlias = Literal["unspecified", "none", "mean", "cls", "last", "rank"]
+AttentionTypeName: TypeAlias = Literal["unspecified", "causal", "non_causal"]
+RopeScalingTypeName: TypeAlias = Literal["unspecified", "none", "linear", "yarn", "longrope"]
+SplitModeName: TypeAlias = Literal["none", "layer", "row", "tensor"]
+LoadModeName: TypeAlias = Literal["auto", "none", "mmap", "mlock", "mmap_mlock", "direct_io"]
 
 #: Values of `LlamaContext.memory_kind`.
-MemoryKind: TypeAlias = (
-    Literal["attention"]
-    | Literal["sliding-window"]
-    | Literal["recurrent"]
-    | Literal["hybrid"]
-    | Literal["hybrid-sliding-window"]
-    | Literal["none"]
-    | Literal["other"]
-)
+MemoryKind: TypeAlias = Literal[
+    "attention",
+    "sliding-window",
+    "recurrent",
+    "hybrid",
+    "hybrid-sliding-window",
+    "none",
+    "other",
+]
 #: Parts of a memory for `LlamaContext.cells`.
-MemoryPart: TypeAlias = (
-    Literal["attention"] | Literal["window"] | Literal["recurrent"] | Literal["index"]
-)
-#: Kinds of `Device`.
-DeviceKind: TypeAlias = (
-    Literal["cpu"]
-    | Literal["gpu"]
-    | Literal["integrated-gpu"]
-    | Literal["accelerator"]
-    | Literal["meta"]
-)
+MemoryPart: TypeAlias = Literal["attention", "window", "recurrent", "index"]
+#: Kinds of `Device`, in the order of ``enum ggml_backend_dev_type``.
+DeviceKind: TypeAlias = Literal["cpu", "gpu", "integrated-gpu", "accelerator", "meta"]
 
 
 class GgmlType(IntEnum):

@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FinishReason", "GenerationRequest", "RequestTimes"]
 
-# Written as a union for stubtest.
-FinishReason = (
-    Literal["stop"] | Literal["length"] | Literal["full"] | Literal["aborted"] | Literal["error"]
-)
+FinishReason = Literal["stop", "length", "full", "aborted", "error"]
 
 
 @dataclass

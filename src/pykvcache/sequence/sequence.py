@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -38,10 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FinishReason", "Generation", "LlamaSequence", "OnFull", "TextGeneration"]
 
-_ON_FULL = ("raise", "stop", "shift")
-# Stubtest does not treat a Literal of several values as a union.
-OnFull = Literal["raise"] | Literal["stop"] | Literal["shift"]
-FinishReason = Literal["stop"] | Literal["length"] | Literal["full"]
+OnFull = Literal["raise", "stop", "shift"]
+FinishReason = Literal["stop", "length", "full"]
 
 #: Tokens of a generation without a limit.
 MOST = 2**31 - 1
@@ -410,12 +408,13 @@ class LlamaSequence(Closing):
             on_full = "stop" if max_tokens is None else "raise"
         if not isinstance(on_full, str):
             raise TypeError(f"on_full must be a str, not {type(on_full).__name__}")
-        if on_full not in _ON_FULL:
+        known = get_args(OnFull)
+        if on_full not in known:
             raise ArgumentError(
-                f"on_full is {shown(on_full)}: it must be one of {', '.join(_ON_FULL)}",
+                f"on_full is {shown(on_full)}: it must be one of {', '.join(known)}",
                 "on_full",
                 on_full,
-                tuple(_ON_FULL),
+                known,
             )
         self._check_open()
         stops = Stop.of(stop, self._context.model.n_vocab)

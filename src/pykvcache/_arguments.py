@@ -44,23 +44,16 @@ __all__ = [
 
 
 def as_index(value: SupportsIndex, what: str) -> int:
-    """Return an integer of any size; a ``bool`` or ``float`` is refused.
-
-    Raises
-    ------
-    TypeError
-        It is a boolean, or has no ``__index__``.
-    """
+    """Return an integer of any size; a ``bool`` or ``float`` is refused."""
     if type(value) is int:
         return value
     # bool has __index__, but is not meant as a number.
-    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
-        raise TypeError(f"{what} must be an integer, not {type(value).__name__}: {shown(value)}")
-    try:
-        return operator.index(value)
-    except TypeError:  # all arrays have __index__
-        if not isinstance(value, np.ndarray):
-            raise
+    if not isinstance(value, (bool, np.bool_)) and hasattr(value, "__index__"):
+        try:
+            return operator.index(value)
+        except TypeError:  # all arrays have __index__
+            if not isinstance(value, np.ndarray):
+                raise
     raise TypeError(f"{what} must be an integer, not {type(value).__name__}: {shown(value)}")
 
 
@@ -92,13 +85,7 @@ _T = TypeVar("_T")
 
 
 def as_list(values: Iterable[_T], what: str, of: str) -> list[_T]:
-    """Return an iterable as a list.
-
-    Raises
-    ------
-    TypeError
-        It is not iterable, or an array without dimensions.
-    """
+    """Return an iterable as a list; raise TypeError for others, and arrays without dimensions."""
     if not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0:
         raise TypeError(f"{what} must be a sequence of {of}, not {type(values).__name__}")
     return list(values)
@@ -329,8 +316,9 @@ def as_token_array(tokens: TokenInput, what: str = "tokens") -> IntArray:
     return np.ascontiguousarray(array)
 
 
-def choose(value: str | int, kind: type[E], what: str, names: Mapping[str, E]) -> E:
+def choose(value: str | int, kind: type[E], what: str) -> E:
     """Return an enum member, given itself, its value or its name; ``ValueError`` lists names."""
+    names = {one.name.lower(): one for one in kind}
     if isinstance(value, kind):
         return value
     if isinstance(value, str):
@@ -338,7 +326,7 @@ def choose(value: str | int, kind: type[E], what: str, names: Mapping[str, E]) -
         if found is not None:
             return found
     elif isinstance(value, int) and not isinstance(value, bool):
-        if value in kind.__members__.values():
+        if value in names.values():
             return kind(value)
     else:
         raise TypeError(f"{what} must be a string or a {kind.__name__}, not {type(value).__name__}")

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from pykvcache._arguments import as_float
 from pykvcache._native import lib
@@ -14,7 +15,7 @@ from pykvcache.errors import ArgumentError, shown
 
 __all__ = ["Device", "devices"]
 
-_KINDS: tuple[DeviceKind, ...] = ("cpu", "gpu", "integrated-gpu", "accelerator", "meta")
+_KINDS: tuple[DeviceKind, ...] = get_args(DeviceKind)
 #: Kinds of devices that take layers.
 _TAKES_LAYERS = ("gpu", "integrated-gpu")
 
@@ -79,29 +80,33 @@ def chosen(names: object) -> list[bytes] | None:
     """Return the devices of a model as bytes; ``None`` leaves the choice to llama.cpp."""
     if names is None:
         return None
-    if isinstance(names, (str, bytes)) or not isinstance(names, Iterable):
-        raise TypeError(f"devices must be a sequence of names, not {type(names).__name__}")
-    found: list[bytes] = []
     kinds = {name: _KINDS[kind] for name, kind, *_ in lib.device_facts()}
     able = [name for name, kind in kinds.items() if kind in _TAKES_LAYERS]
-    for name in names:
-        if not isinstance(name, str):
-            raise TypeError(f"devices must hold names, not {type(name).__name__}: {shown(name)}")
+    found = _different(names, "devices", "names")
+    for name in found:
         if name not in able:
             why = "a device that takes no layers" if name in kinds else "no device of this build"
             hint = f"it must be one of {', '.join(able)}" if able else "leave it out"
             raise ArgumentError(
                 f"devices names {shown(name)}, {why}: {hint}", "devices", name, tuple(able)
             )
-        if name.encode() in found:
-            raise ArgumentError(f"devices names {shown(name)} twice", "devices", name)
-        found.append(name.encode())
-    if len(found) > lib.max_devices():
+    return [name.encode() for name in found]
+
+
+def _different(names: object, what: str, of: str) -> list[str]:
+    """Return different texts as a list, at most as many as llama.cpp takes devices."""
+    if isinstance(names, (str, bytes)) or not isinstance(names, Iterable):
+        raise TypeError(f"{what} must be a sequence of {of}, not {type(names).__name__}")
+    found: list[str] = []
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"{what} must hold {of}, not {type(name).__name__}: {shown(name)}")
+        if name in found:
+            raise ArgumentError(f"{what} names {shown(name)} twice", what, name)
+        found.append(name)
+    if len(found) > (most := lib.max_devices()):
         raise ArgumentError(
-            f"devices has {len(found)} names: llama.cpp takes {lib.max_devices()}",
-            "devices",
-            len(found),
-            lib.max_devices(),
+            f"{what} has {len(found)} names: llama.cpp takes {most} devices", what, len(found), most
         )
     return found
 
@@ -113,12 +118,8 @@ def endpoints(names: object) -> list[str]:
     """Return the addresses of RPC servers, checked."""
     if names is None:
         return []
-    if isinstance(names, (str, bytes)) or not isinstance(names, Iterable):
-        raise TypeError(f"rpc must be a sequence of 'host:port', not {type(names).__name__}")
-    found: list[str] = []
-    for name in names:
-        if not isinstance(name, str):
-            raise TypeError(f"rpc must hold texts, not {type(name).__name__}: {shown(name)}")
+    found = _different(names, "rpc", "'host:port'")
+    for name in found:
         match = _ENDPOINT.fullmatch(name)
         if match is None or not 1 <= int(match[2]) <= 65535:
             raise ArgumentError(
@@ -127,20 +128,10 @@ def endpoints(names: object) -> list[str]:
                 "rpc",
                 name,
             )
-        if name in found:
-            raise ArgumentError(f"rpc names {shown(name)} twice", "rpc", name)
-        found.append(name)
-    if len(found) > lib.max_devices():
-        raise ArgumentError(
-            f"rpc has {len(found)} servers: llama.cpp takes {lib.max_devices()} devices",
-            "rpc",
-            len(found),
-            lib.max_devices(),
-        )
     return found
 
 
-def beside(names: list[bytes] | None) -> list[bytes]:
+def local_devices(names: list[bytes] | None) -> list[bytes]:
     """Return the devices of this machine that share a model with servers."""
     if names is not None:
         return names

@@ -8,14 +8,13 @@ import os
 import struct
 from collections.abc import Mapping
 
-from pykvcache._arguments import file_id, parts_of
+from pykvcache._arguments import FileId, file_id, parts_of
 from pykvcache._native import lib
 from pykvcache.errors import ModelLoadError
 
 __all__ = ["FileIds", "file_ids", "model_fingerprint"]
 
-#: For each file: size, modification time, device, inode.
-FileIds = dict[str, tuple[int, int, int, int]]
+FileIds = dict[str, FileId]
 _SAMPLE = 256
 
 

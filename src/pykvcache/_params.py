@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +29,28 @@ MAX_EARLIER_STATES = 2**16
 #: llama.cpp's bookkeeping per cell: position, 2D position, shift and 256 sequence bits.
 CELL_BYTES = 52
 
-_TYPES = {t.name.lower(): t for t in GgmlType}
-_FLASH = {t.name.lower(): t for t in FlashAttention}
-_POOLING = {t.name.lower(): t for t in PoolingType}
-_ATTENTION = {t.name.lower(): t for t in AttentionType}
-_SCALING = {t.name.lower(): t for t in RopeScalingType}
-
-
 #: Minimum bytes of weights per thread and token: with less, threads wait for each other longer than
 #: they save (benchmarks/waiting.py).
 BYTES_PER_THREAD = 16 * 2**20
 THREADS_MAX = 512
+
+
+_ENUMS: dict[str, type[IntEnum]] = {
+    "type_k": GgmlType,
+    "type_v": GgmlType,
+    "pooling_type": PoolingType,
+    "attention_type": AttentionType,
+    "rope_scaling_type": RopeScalingType,
+}
+#: Parameters with their minimum, which takes the model's value.
+_FLOATS = {
+    "rope_freq_base": 0.0,
+    "rope_freq_scale": 0.0,
+    "yarn_ext_factor": -1.0,
+    "yarn_attn_factor": -1.0,
+    "yarn_beta_fast": -1.0,
+    "yarn_beta_slow": -1.0,
+}
 
 
 def _flash(given: Any) -> Any:
@@ -104,24 +116,13 @@ def check_params(model: LlamaModel, given: Mapping[str, Any]) -> dict[str, Any]:
         "n_rs_seq": as_int(given["n_rs_seq"], "n_rs_seq", 0, MAX_EARLIER_STATES),
         "n_threads": as_int(threads, "n_threads", 1, 512),
         "n_threads_batch": as_int(batch_threads, "n_threads_batch", 1, 512),
-        "type_k": choose(given["type_k"], GgmlType, "type_k", _TYPES),
-        "type_v": choose(given["type_v"], GgmlType, "type_v", _TYPES),
-        "flash_attn": choose(_flash(given["flash_attn"]), FlashAttention, "flash_attn", _FLASH),
-        "pooling_type": choose(given["pooling_type"], PoolingType, "pooling_type", _POOLING),
-        "attention_type": choose(
-            given["attention_type"], AttentionType, "attention_type", _ATTENTION
-        ),
-        "rope_scaling_type": choose(
-            given["rope_scaling_type"], RopeScalingType, "rope_scaling_type", _SCALING
-        ),
-        "rope_freq_base": as_float(given["rope_freq_base"], "rope_freq_base", 0.0, 1e30),
-        "rope_freq_scale": as_float(given["rope_freq_scale"], "rope_freq_scale", 0.0, 1e30),
-        "yarn_ext_factor": as_float(given["yarn_ext_factor"], "yarn_ext_factor", -1.0, 1e30),
-        "yarn_attn_factor": as_float(given["yarn_attn_factor"], "yarn_attn_factor", -1.0, 1e30),
-        "yarn_beta_fast": as_float(given["yarn_beta_fast"], "yarn_beta_fast", -1.0, 1e30),
-        "yarn_beta_slow": as_float(given["yarn_beta_slow"], "yarn_beta_slow", -1.0, 1e30),
+        "flash_attn": choose(_flash(given["flash_attn"]), FlashAttention, "flash_attn"),
         "yarn_orig_ctx": as_int(given["yarn_orig_ctx"], "yarn_orig_ctx", 0, 2**31 - 1),
     }
+    for name, kind in _ENUMS.items():
+        params[name] = choose(given[name], kind, name)
+    for name, least in _FLOATS.items():
+        params[name] = as_float(given[name], name, least, 1e30)
     for flag in ("kv_unified", "swa_full", "embeddings", "offload_kqv", "op_offload", "no_perf"):
         params[flag] = as_bool(given[flag], flag)
     _check_together(model, params)

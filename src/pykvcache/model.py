@@ -19,7 +19,7 @@ from pykvcache._arguments import (
     choose,
 )
 from pykvcache._closing import Closing
-from pykvcache._devices import beside, chosen, endpoints, shares, takes_layers
+from pykvcache._devices import chosen, endpoints, local_devices, shares, takes_layers
 from pykvcache._fingerprint import file_ids, model_fingerprint
 from pykvcache._model_facts import ModelFacts
 from pykvcache._model_file import readable_path
@@ -32,8 +32,6 @@ from pykvcache.errors import ArgumentError, ModelLoadError
 __all__ = ["LlamaModel"]
 
 TEXT_BYTES_MAX = 2**31 - 1
-_LOAD_MODES = {m.name.lower(): m for m in LoadMode}
-_SPLIT_MODES = {m.name.lower(): m for m in SplitMode}
 
 
 class LlamaModel(ModelFacts, Closing):
@@ -117,13 +115,13 @@ class LlamaModel(ModelFacts, Closing):
         remote = endpoints(rpc)
         timeout = as_float(rpc_timeout, "rpc_timeout", 0.01, 1e6)
         if remote:
-            names = beside(names)
+            names = local_devices(names)
         if n_gpu_layers is None:
             n_gpu_layers = -1 if remote else 0
         params: dict[str, Any] = {
             "n_gpu_layers": as_int(n_gpu_layers, "n_gpu_layers", -(2**31), 2**31 - 1),
-            "load_mode": choose(load_mode, LoadMode, "load_mode", _LOAD_MODES),
-            "split_mode": choose(split_mode, SplitMode, "split_mode", _SPLIT_MODES),
+            "load_mode": choose(load_mode, LoadMode, "load_mode"),
+            "split_mode": choose(split_mode, SplitMode, "split_mode"),
             "main_gpu": as_int(
                 main_gpu, "main_gpu", 0, len(names) - 1 if names and not remote else 255
             ),

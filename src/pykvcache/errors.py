@@ -67,6 +67,16 @@ __all__ = [
 class KvCacheError(Exception):
     """Base class of all errors of this package."""
 
+    def __reduce__(self) -> Any:
+        if isinstance(self, OSError):
+            return super().__reduce__()
+        return _remade, (type(self), self.args), vars(self)
+
+
+def _remade(kind: type[KvCacheError], args: tuple[object, ...]) -> KvCacheError:
+    """Return an unpickled error; `__init__`, whose parameters differ by class, is not called."""
+    return kind.__new__(kind, *args)
+
 
 class CacheFullError(KvCacheError, RuntimeError):
     """No room: a `NoKvCacheSlot` (context), `KvCacheFull` or `NoSlot` (array caches)."""
@@ -185,9 +195,6 @@ class UnsupportedOperation(KvCacheConversionError, UnsupportedError):
         self.reason = reason
         self.subject = subject
 
-    def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
-        return type(self), (self.operation, self.reason, self.subject)
-
 
 # Wrong arguments --------------------------------------------------------------------
 
@@ -202,9 +209,6 @@ class SequenceIdError(KvCacheError, IndexError):
         )
         self.seq_id = seq_id
         self.n_seq_max = n_seq_max
-
-    def __reduce__(self) -> tuple[type, tuple[int, int, str]]:
-        return type(self), (self.seq_id, self.n_seq_max, str(self))
 
 
 class PositionError(DetailedError, ValueError):
@@ -310,9 +314,6 @@ class ChatTemplateError(KvCacheError, ValueError):
         super().__init__(message)
         self.reason = reason
 
-    def __reduce__(self) -> tuple[type, tuple[str, str]]:
-        return type(self), (self.reason, str(self))
-
 
 class ChatParseError(KvCacheError, ValueError):
     """A text is not a message of the model's format, or calls a tool with invalid arguments.
@@ -329,9 +330,6 @@ class ChatParseError(KvCacheError, ValueError):
         super().__init__(message)
         self.text = text
         self.tool = tool
-
-    def __reduce__(self) -> tuple[type, tuple[str, str, str | None]]:
-        return type(self), (str(self), self.text, self.tool)
 
 
 # Stores of blocks ---------------------------------------------------------------------
@@ -466,9 +464,6 @@ class OutputNotFinite(DecodeError, ArithmeticError):
         self.index = index
         self.place = place
         self.value = value
-
-    def __reduce__(self) -> tuple[type, tuple[object, ...], dict[str, object]]:
-        return type(self), (str(self), self.what, self.index, self.place, self.value), vars(self)
 
 
 class NoKvCacheSlot(DecodeError, CacheFullError):
@@ -653,9 +648,6 @@ class ReprocessInputs(KvCacheError, RuntimeError):
     def __init__(self, inputs: list[Any]) -> None:
         super().__init__(f"the cache cannot shift; {len(inputs)} inputs need reprocessing")
         self.inputs = inputs
-
-    def __reduce__(self) -> tuple[type, tuple[list[Any]]]:
-        return type(self), (self.inputs,)
 
 
 class CacheValueError(DetailedError, ValueError):

@@ -64,17 +64,11 @@ class PictureMethods:
         info, table = self.memory_info, self.cells(part)
         if info.kind == "none":
             raise UnsupportedOperation("plot", "this model keeps no memory")
-        return draw_cells(
-            table.stream,
-            table.cell,
-            table.pos,
-            table.members,
-            info.n_streams,
-            max(info.n_cells, int(table.cell.max(initial=-1)) + 1)
-            if part is None
-            else int(table.cell.max(initial=-1)) + 1,
-            f"{len(table)} cells of {len(self.sequences())} sequences",
-        )
+        n_cells = int(table.cell.max(initial=-1)) + 1
+        if part is None:
+            n_cells = max(info.n_cells, n_cells)
+        title = f"{len(table)} cells of {len(self.sequences())} sequences"
+        return draw_cells(table, info.n_streams, n_cells, title)
 
     def _repr_html_(self: _Context) -> str:
         if self._native.is_closed:

@@ -11,8 +11,9 @@ import numpy.typing as npt
 from pykvcache._drawing.canvas import new_figure
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from pykvcache.introspection import CellTable
 
 __all__ = ["draw_cells", "draw_history"]
 
@@ -27,16 +28,9 @@ def color_of(seq_id: int) -> str:
     return COLORS[seq_id % len(COLORS)]
 
 
-def draw_cells(
-    stream: Ints,
-    cell: Ints,
-    pos: Ints,
-    members: npt.NDArray[np.bool_],
-    n_streams: int,
-    n_cells: int,
-    title: str,
-) -> Figure:
+def draw_cells(table: CellTable, n_streams: int, n_cells: int, title: str) -> Figure:
     """Draw a table of cells: above by sequence and position, below in memory order."""
+    stream, cell, pos, members = table.stream, table.cell, table.pos, table.members
     held = np.flatnonzero(members.any(axis=0))
     shares = members.sum(axis=1)
     figure = new_figure(9, 1.9 + 0.22 * min(len(held), 24) + 0.18 * min(n_streams, 24))
@@ -45,7 +39,9 @@ def draw_cells(
     for row, seq_id in enumerate(held):
         mine = np.flatnonzero(members[:, seq_id])
         mine = mine[np.argsort(pos[mine], kind="stable")]
-        _draw_runs(above, row, pos[mine], np.minimum(shares[mine], 2), color_of(int(seq_id)))
+        for begin, n, share in _runs(pos[mine], np.minimum(shares[mine], 2)):
+            color = SHARED if share > 1 else color_of(int(seq_id))
+            above.broken_barh([(begin - 0.5, n)], (row - 0.4, 0.8), facecolors=color)
     above.set_yticks(range(len(held)), [str(seq_id) for seq_id in held])
     above.set(xlabel="position", ylabel="sequence", title=title)
     above.set_ylim(max(len(held), 1) - 0.4, -0.6)
@@ -66,12 +62,6 @@ def draw_cells(
     own = color_of(int(held[0])) if len(held) else COLORS[0]
     _explain(figure, own, bool((shares > 1).any()))
     return figure
-
-
-def _draw_runs(axes: Axes, row: int, places: Ints, shares: npt.NDArray[Any], own: str) -> None:
-    for begin, n, share in _runs(places, shares):
-        color = SHARED if share > 1 else own
-        axes.broken_barh([(begin - 0.5, n)], (row - 0.4, 0.8), facecolors=color)
 
 
 def _runs(places: Ints, values: npt.NDArray[Any]) -> Iterator[tuple[int, int, int]]:

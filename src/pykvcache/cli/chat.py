@@ -19,8 +19,8 @@ from pykvcache.cli.conversation import Conversation, TurnFigures
 from pykvcache.cli.options import (
     context_options,
     make_sampler,
-    max_tokens_option,
     model_option,
+    number,
     option,
     read_file,
     sampling_options,
@@ -71,7 +71,7 @@ _HELP = """\
 )
 @option("--system", "The system message of a new chat.")
 @template_option
-@max_tokens_option(256, 1, 2**20, "Tokens per answer.")
+@option("-n --max-tokens", "Tokens per answer.", type=number(1, 2**20), default=256)
 @stop_option("Text that ends an answer; may be given several times.")
 @sampling_options
 @context_options

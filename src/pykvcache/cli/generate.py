@@ -14,7 +14,6 @@ from pykvcache.cli.options import (
     file_option,
     json_option,
     make_sampler,
-    max_tokens_option,
     model_option,
     number,
     option,
@@ -49,7 +48,7 @@ Examples:
 @click.argument("prompt", required=False)
 @model_option
 @file_option("prompt")
-@max_tokens_option(128, 0, 2**31 - 1, "Maximum number of new tokens.")
+@option("-n --max-tokens", "Maximum number of new tokens.", type=number(0, 2**31 - 1), default=128)
 @stop_option("Text that ends the generation; may be given several times.")
 @option("--samples", "Number of texts.", type=number(1, 1024), default=1)
 @click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template.")

@@ -24,7 +24,6 @@ __all__ = [
     "json_option",
     "layers_option",
     "make_sampler",
-    "max_tokens_option",
     "model_option",
     "model_path",
     "number",
@@ -148,11 +147,6 @@ def file_option(what: str) -> Callable[[F], F]:
 def json_option(text: str) -> Callable[[F], F]:
     """Return ``--json``."""
     return click.option("--json", "as_json", is_flag=True, help=text)
-
-
-def max_tokens_option(default: int, least: int, most: int, text: str) -> Callable[[F], F]:
-    """Return ``--max-tokens``."""
-    return option("-n --max-tokens", text, type=number(least, most), default=default)
 
 
 def stop_option(text: str) -> Callable[[F], F]:

@@ -86,13 +86,13 @@ def open_from_options(model: LlamaModel, options: dict[str, Any], **more: Any) -
 
 
 @contextmanager
-def watched(ctx: LlamaContext, n_tokens: int, label: str = "prompt") -> Iterator[None]:
+def watched(ctx: LlamaContext, n_tokens: int) -> Iterator[None]:
     """Show a progress bar while the block evaluates ``n_tokens``."""
     if n_tokens < FEW_TOKENS or not is_terminal(sys.stderr):
         yield
         return
     start, done = ctx.tokens_evaluated, threading.Event()
-    with click.progressbar(length=n_tokens, label=label, file=sys.stderr) as bar:
+    with click.progressbar(length=n_tokens, label="prompt", file=sys.stderr) as bar:
 
         def look() -> None:
             while not done.wait(POLL):

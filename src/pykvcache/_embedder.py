@@ -24,13 +24,7 @@ N_SEQ = 8
 
 
 class Embedder(Closing):
-    """Computes embeddings of texts; the context opens at the first call.
-
-    Parameters
-    ----------
-    model
-        The model, which stays open.
-    """
+    """Computes embeddings of texts of a model, which stays open; a context opens at first use."""
 
     def __init__(self, model: LlamaModel) -> None:
         self._model = model
@@ -92,11 +86,6 @@ class Embedder(Closing):
         """Free the context. Idempotent."""
         if self._ctx is not None:
             self._ctx.close()
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the context is closed; False before it opens."""
-        return self._ctx is not None and self._ctx.is_closed
 
 
 def _groups(lengths: list[int], most_tokens: int, most_texts: int) -> Iterator[list[int]]:

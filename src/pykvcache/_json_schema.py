@@ -90,7 +90,7 @@ def _mapping(value: object) -> dict[Any, Any]:
     raise TypeError(f"it holds a {type(value).__name__}")
 
 
-def schema_grammar(schema: Schema, *, strict: bool, what: str = "json_schema") -> str:
+def schema_grammar(schema: Schema, *, strict: bool) -> str:
     """Return the GBNF grammar of the JSON texts that a schema allows.
 
     Raises
@@ -100,6 +100,7 @@ def schema_grammar(schema: Schema, *, strict: bool, what: str = "json_schema") -
     """
     from pykvcache._native import chat_format
 
+    what = "json_schema"
     text = json.dumps(convertible(schema, strict=strict, what=what))
     try:
         grammar = chat_format.schema_grammar(text.encode())
@@ -112,14 +113,8 @@ def schema_grammar(schema: Schema, *, strict: bool, what: str = "json_schema") -
 def convertible(schema: Schema, *, strict: bool, what: str) -> Schema:
     """Return a schema that llama.cpp's converter supports and that allows no other values.
 
-    Parameters
-    ----------
-    schema
-        Plain values.
-    strict
-        Refuse keywords that a grammar cannot enforce; otherwise drop them.
-    what
-        Name of the schema in errors.
+    With `strict`, keywords that a grammar cannot enforce are refused; otherwise they are dropped.
+    `what` names the schema in errors.
     """
     writer = _Writer(schema, what)
     try:

@@ -131,15 +131,7 @@ AdapterInput: TypeAlias = AnyAdapter | tuple[AnyAdapter, float]
 
 
 class Adapters:
-    """The adapters of a context with non-zero scales.
-
-    Parameters
-    ----------
-    model
-        The context's model.
-    given
-        Adapters, alone or with a scale; files are loaded.
-    """
+    """The adapters of a context with non-zero scales; those given as files are loaded."""
 
     def __init__(self, model: LlamaModel, given: Sequence[AdapterInput] = ()) -> None:
         if isinstance(given, str | os.PathLike):

@@ -21,9 +21,7 @@ class MemoryInfo:
     Attributes
     ----------
     kind
-        ``"attention"``, ``"sliding-window"``, ``"recurrent"``, ``"hybrid"``,
-        ``"hybrid-sliding-window"``, ``"none"``, or ``"other"``: sparse attention, which cannot
-        shift; of DeepSeek 4, only whole sequences can be copied or removed.
+        As in `LlamaContext.memory_kind`.
     class_name
         llama.cpp's C++ class.
     kv_unified

@@ -56,16 +56,9 @@ def finish_reason(reason: str | None, *, has_calls: bool = False) -> str | None:
 
 
 def usage_of(reuse: ReuseReport, n_new: int, *, writes: bool = True) -> dict[str, Any]:
-    """Return ``usage``; cached tokens are those that were not evaluated.
+    """Return ``usage``: cached tokens of the prompt are those that were not evaluated.
 
-    Parameters
-    ----------
-    reuse
-        Reuse of the prompt.
-    n_new
-        Number of generated tokens.
-    writes
-        Whether evaluated tokens are stored in the cache.
+    `writes` tells whether evaluated tokens are stored in the cache.
     """
     n = reuse.n_tokens
     return {
@@ -81,13 +74,7 @@ def usage_of(reuse: ReuseReport, n_new: int, *, writes: bool = True) -> dict[str
 
 
 def schema_of(response_format: Mapping[str, Any] | None) -> Any:
-    """Return the JSON schema of ``response_format``; None for unconstrained text.
-
-    Raises
-    ------
-    ArgumentError
-        The type is unknown, or the schema is missing.
-    """
+    """Return the JSON schema of ``response_format``; None for unconstrained text."""
     wish = {} if response_format is None else response_format
     kind: Any = wish
     if isinstance(wish, Mapping):
@@ -114,19 +101,7 @@ def schema_of(response_format: Mapping[str, Any] | None) -> Any:
 def token_logprobs(
     model: LlamaModel, tokens: Sequence[int], rows: Sequence[dict[int, float]], top: int
 ) -> list[dict[str, Any]]:
-    """Return ``logprobs.content`` of chat completions.
-
-    Parameters
-    ----------
-    model
-        For the text of tokens.
-    tokens
-        The chosen tokens.
-    rows
-        For each token, log-probabilities of the likeliest tokens and the chosen one.
-    top
-        Number of likeliest tokens to report.
-    """
+    """Return ``logprobs.content`` of chat completions, with the `top` likeliest of each row."""
 
     def entry(token: int, value: float) -> dict[str, Any]:
         piece = model.token_to_piece(token)
@@ -249,14 +224,7 @@ class ChatStream:
     def feed(self, text: str, *, is_end: bool = False, is_cut: bool = False) -> list[Delta]:
         """Add text, with special tokens; return the deltas that are now certain.
 
-        Parameters
-        ----------
-        text
-            Continues the previous text.
-        is_end
-            Whether this is the end.
-        is_cut
-            Whether the answer was cut off; an unfinished call is then kept as it is.
+        If the answer `is_cut`, an unfinished call is kept as it is.
         """
         self._text += text
         if not text and not is_end:

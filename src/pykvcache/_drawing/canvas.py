@@ -14,13 +14,7 @@ __all__ = ["figure_svg", "new_figure"]
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of a size in inches.
-
-    Raises
-    ------
-    ImportError
-        matplotlib is not installed.
-    """
+    """Return an empty figure of a size in inches."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -155,7 +155,7 @@ def _read() -> str | None:
 
 
 class Files:
-    """What the files that a chat read and wrote hold, as long as no other program writes them."""
+    """The contents of the files that a chat read and wrote, unless another program wrote them."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[FileId | None, object]] = {}
@@ -174,13 +174,7 @@ class Files:
         )
 
     def save(self, one: Conversation, path: str) -> None:
-        """Write a conversation, unless the file holds it.
-
-        Raises
-        ------
-        OSError
-            The file cannot be written, or another program has written it since: that one stays.
-        """
+        """Write a conversation, unless the file holds it or another program has changed it."""
         if self.has(one, path):
             return
         known, _ = self._known.get(os.path.realpath(path), (None, None))
@@ -230,16 +224,7 @@ def _id_of(path: str) -> FileId | None:
 class Chat:
     """The branches of a chat, each a conversation, and the commands that work on them.
 
-    Parameters
-    ----------
-    ctx
-        Where the branches are evaluated.
-    system
-        The system message of a new chat.
-    session
-        Path of the file that is continued and saved.
-    template
-        A chat template in place of the model's own.
+    The file `session` is continued and saved; `system` is the system message of a new chat.
     """
 
     def __init__(
@@ -262,15 +247,9 @@ class Chat:
         return self._branches[self._name]
 
     def begin(self) -> None:
-        """Continue the session's file, or begin a new chat.
-
-        Raises
-        ------
-        KvCacheError
-            The file holds no chat, or this model's memory has no states to save.
-        """
+        """Continue the session's file, or begin a new chat."""
         if self._session is not None:
-            self._ctx.native.state_layout("save")
+            self._ctx.native.state_layout("save")  # raises if this memory has no states to save
             if os.path.exists(self._session):
                 self._load(self._session)
                 return

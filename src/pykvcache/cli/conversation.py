@@ -113,13 +113,7 @@ class Conversation:
     # Messages as tokens ---------------------------------------------------------------------
 
     def render(self, messages: list[dict[str, str]], *, answer: bool = False) -> str:
-        """Return messages as text; with `answer`, up to where the assistant's begins.
-
-        Raises
-        ------
-        ChatTemplateError
-            The template refuses the messages.
-        """
+        """Return messages as text; with `answer`, up to where the assistant's begins."""
         if not (self.has_template and messages):
             return "".join(message["content"] for message in messages)
         own: dict[str, Any] = {} if self.template is None else {"template": self.template}

@@ -281,13 +281,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def read_keys(path: str | None, given: tuple[str, ...]) -> dict[str, str] | None:
-    """Return the names of tenants by key; None where no key is given.
-
-    Raises
-    ------
-    click.ClickException
-        A line of the file holds more than a key and a name, or the file cannot be read.
-    """
+    """Return the names of tenants by key; None if no key is given."""
     if path is None and not given:
         return None
     keys: dict[str, str] = {}

@@ -33,32 +33,8 @@ def run(
 ) -> bool:
     """Fork, rewind, shift and share a model's cache; compare each result with a fresh run.
 
-    Parameters
-    ----------
-    model_path
-        The GGUF.
-    seed
-        Seed of all sampling.
-    n_ctx
-        Cells of the cache; a quarter of it is filled to show shifting.
-    n_threads
-        Threads; default as `LlamaContext`, and 1 for a small model.
-    quick
-        Generate less.
-    plain
-        No colour.
-
-    Returns
-    -------
-    bool
-        Whether every comparison came out equal.
-
-    Raises
-    ------
-    KvCacheError
-        The model cannot be loaded, or has no vocabulary.
-    ValueError
-        The model does not generate text.
+    The options are those of ``pykvcache demo``. Return whether every comparison came out equal;
+    raise ValueError for a model that does not generate text.
     """
     start = time.perf_counter()
     screen = Screen(plain=plain)

@@ -19,13 +19,7 @@ START, END = "\x02", "\x03"
 
 
 class Screen:
-    """Writes the demo's headings, texts, figures and table.
-
-    Parameters
-    ----------
-    plain
-        No colour, even on a terminal.
-    """
+    """Writes the demo's headings, texts, figures and table; with `plain` without colour."""
 
     def __init__(self, *, plain: bool = False) -> None:
         is_terminal = sys.stdout is not None and sys.stdout.isatty()

@@ -53,19 +53,7 @@ def likeliest(row: npt.NDArray[np.float32], n: int, chosen: int) -> dict[int, fl
 def named(
     model: LlamaModel, tokens: Iterable[int], rows: Iterable[Mapping[int, float]], n: int
 ) -> list[TokenLogprob]:
-    """Return tokens with their text and that of the n likeliest.
-
-    Parameters
-    ----------
-    model
-        Whose tokens they are.
-    tokens
-        The chosen ones.
-    rows
-        For each what `likeliest` returned.
-    n
-        How many of the likeliest to name.
-    """
+    """Return tokens with their text, and the n likeliest of each row that `likeliest` returned."""
 
     def one(token: int, value: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
         text = model.token_to_piece(token).decode("utf-8", "replace")

@@ -79,11 +79,11 @@ class Report:
         ]
 
 
-def margin_table(reports: Sequence[Report], policy: str = DEFAULT) -> str:
-    """Return a policy's lead over the best simple one per trace, as a Markdown table."""
+def margin_table(reports: Sequence[Report]) -> str:
+    """Return the default policy's lead over the best simple one per trace, as Markdown."""
     rows = [["trace", *(f"{100 * share:g} %" for share in reports[0].shares)]]
     for report in reports:
-        rows.append([report.trace.name, *(f"{margin:+.1f}" for margin in report.margins(policy))])
+        rows.append([report.trace.name, *(f"{margin:+.1f}" for margin in report.margins())])
     return _markdown(rows)
 
 

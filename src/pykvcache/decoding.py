@@ -159,8 +159,7 @@ class DecodeMethods(ContextFacts):
             The sequence.
         """
         limit = as_int(max_tokens, "max_tokens", 0, 2**31 - 1)
-        sampler = Sampler(temperature=0) if sampler is None else check_sampler(sampler)
-        sampler.native.check(self._model.native)
+        sampler = check_sampler(sampler, self._model)
         if isinstance(prompt, str):
             empty = self._native.seq_pos(seq_id, True) < 0
             tokens = self._model.tokenize(prompt, add_special=empty)

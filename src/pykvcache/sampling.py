@@ -13,7 +13,6 @@ from typing import (
     Protocol,
     SupportsIndex,
     TypeAlias,
-    TypeVar,
     cast,
 )
 
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Sampler"]
 
-N = TypeVar("N", lib.Model, lib.Context)
 FloatArray = npt.NDArray[np.float32]
 
 #: A custom stage: maps token ids and logits to new logits.
@@ -284,7 +282,7 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
         model: LlamaModel | None = None,
     ) -> None:
         arguments = locals()
-        native_model = None if model is None else _native(model, "model", lib.Model)
+        native_model = _native_model(model)
         given = {"grammar": grammar, "json_schema": json_schema, "chat_format": chat_format}
         names = [name for name, value in given.items() if value is not None]
         if len(names) > 1:
@@ -400,7 +398,7 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
         ValueError
             The grammar does not allow the token here.
         """
-        native_model = None if model is None else _native(model, "model", lib.Model)
+        native_model = _native_model(model)
         self._native.accept(token, native_model, as_bool(grammar, "grammar"))
 
     def reset(self) -> None:
@@ -485,8 +483,10 @@ _SHORT.maxstring = 60
 _COMPILED = ("native", "sample", "accept", "logprobs", "reset", "clone", "seed")
 
 
-def check_sampler(sampler: object) -> Sampler:
-    """Return a sampler for `generate` or a request; raise TypeError if they cannot use it."""
+def check_sampler(sampler: object, model: LlamaModel) -> Sampler:
+    """Return a sampler that can generate with a model, greedy for None; raise for others."""
+    if sampler is None:
+        sampler = Sampler(temperature=0)
     kind = type(sampler)
     if not issubclass(kind, Sampler):  # isinstance() trusts a proxy's __class__
         raise TypeError(f"sampler must be a Sampler, not {kind.__name__}")
@@ -500,7 +500,9 @@ def check_sampler(sampler: object) -> Sampler:
             )
     if "_native" not in own:
         raise TypeError(f"{kind.__name__}.__init__ does not call Sampler.__init__")
-    return cast(Sampler, sampler)
+    checked = cast(Sampler, sampler)
+    checked.native.check(model.native)
+    return checked
 
 
 def native_stages(params: Mapping[str, Any]) -> list[NativeStage]:
@@ -572,10 +574,12 @@ def _seed(seed: int | None) -> int:
     return RANDOM_SEED if found == -1 else found
 
 
-def _native(value: object, what: str, kind: type[N]) -> N:
-    native = getattr(value, "native", None)
-    if not isinstance(native, kind):
-        raise TypeError(f"{what} must be a Llama{kind.__name__}, not {type(value).__name__}")
+def _native_model(model: object) -> lib.Model | None:
+    if model is None:
+        return None
+    native = getattr(model, "native", None)
+    if not isinstance(native, lib.Model):
+        raise TypeError(f"model must be a LlamaModel, not {type(model).__name__}")
     return native
 
 

@@ -220,11 +220,10 @@ class BatchGenerator(Closing):
             for name, given in (("boundaries", list(boundaries) or None), ("keep", keep)):
                 if given is not None:
                     raise ArgumentError(f"{name} needs a prompt, and a PrefixCache", name, given)
-        sampler = Sampler(temperature=0) if sampler is None else check_sampler(sampler)
+        sampler = check_sampler(sampler, self._ctx.model)
         stops = Stop.of(stop, self._ctx.model.n_vocab)
         stops.check_text(self._ctx.model)
-        sampler.native.check(self._ctx.model.native)
-        with self._pool.hold():
+        with self._pool:
             self._check_open()
             if isinstance(prompt, LlamaSequence):
                 sequence = self._given(prompt)

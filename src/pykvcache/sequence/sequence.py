@@ -403,7 +403,6 @@ class LlamaSequence(Closing):
         *,
         as_text: bool,
     ) -> Generation:
-        sampler = Sampler(temperature=0) if sampler is None else check_sampler(sampler)
         if on_full is None:
             on_full = "stop" if max_tokens is None else "raise"
         if not isinstance(on_full, str):
@@ -419,11 +418,10 @@ class LlamaSequence(Closing):
         self._check_open()
         stops = Stop.of(stop, self._context.model.n_vocab)
         stops.check_text(self._context.model, always=as_text)
-        sampler.native.check(self._context.model.native)
         return Generation(
             self,
             MOST if max_tokens is None else as_int(max_tokens, "max_tokens", 0, MOST),
-            sampler,
+            check_sampler(sampler, self._context.model),
             stops,
             on_full,
             as_int(n_keep, "n_keep", 0, MOST),

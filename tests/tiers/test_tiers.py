@@ -29,7 +29,7 @@ WAIT: dict[str, Any] = {"tier_seconds": 20}
 
 def clear_memory(cache: PrefixCache) -> None:
     """Drop all that a cache keeps in memory; what waits for tiers stays."""
-    with cache._core.pool.hold(), cache._core.blocks.change():
+    with cache._core.pool, cache._core.blocks.change():
         cache._core.blocks.clear(None)
 
 

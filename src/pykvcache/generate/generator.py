@@ -431,7 +431,7 @@ class BatchGenerator(Closing):
             self._changed.notify_all()
         if thread is not None and thread is not threading.current_thread():
             thread.join()
-        with self._pool.hold():
+        with self._pool:
             self._stepper.close()
         self._wake()
 
@@ -457,7 +457,7 @@ class BatchGenerator(Closing):
         if not self._has_thread and not self._native.is_inherited and lock.acquire(blocking=False):
             try:
                 if self._pool.is_quiet:
-                    with contextlib.suppress(KvCacheError), self._pool.hold():
+                    with contextlib.suppress(KvCacheError), self._pool:
                         self._stepper.drop_aborted()
             finally:
                 lock.release()
@@ -511,12 +511,12 @@ class BatchGenerator(Closing):
         try:
             self.step()
         except DecodeAborted as error:
-            with self._pool.hold():
+            with self._pool:
                 self._stepper.abort_all(error)
         except Exception as error:
             if self._closed:
                 return False
-            with self._pool.hold():
+            with self._pool:
                 self._stepper.fail_all(error)
         self._wake()
         return not self._closed

@@ -12,7 +12,6 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._native import lib
 from pykvcache._ranges import Range, deepest
 from pykvcache.errors import (
     NoKvCacheSlot,
@@ -79,18 +78,11 @@ class SequenceCells:
     it has no id, and `state` is its saved state. Otherwise nothing was evaluated yet.
     """
 
-    def __init__(
-        self,
-        pool: SequencePool,
-        ledger: Ledger,
-        policy: CheckpointPolicy,
-        points: Checkpoints | None = None,
-    ) -> None:
+    def __init__(self, pool: SequencePool, ledger: Ledger, policy: CheckpointPolicy) -> None:
         self.pool = pool
         self.ledger = ledger
         self.policy = policy
-        self.points = Checkpoints() if points is None else points
-        self.seq_id: int | None = None
+        self.points = Checkpoints()
         self.state: PutBack | None = None
         self._row: tuple[int, Row] | None = None
         self.pins = 0
@@ -102,7 +94,13 @@ class SequenceCells:
         self._has_state, self._has_window = self._native.has_state_part, self._native.has_window
         if self._native.invocation:
             ledger.set_invocation(self._native.invocation)
-        pool.join(self)
+        pool.members.add(self)
+
+    @property
+    def seq_id(self) -> int | None:
+        """The id in the memory; None while it has none."""
+        seq_id = self.ledger.seq_id
+        return None if seq_id < 0 else seq_id
 
     @property
     def n_held(self) -> int:
@@ -128,23 +126,21 @@ class SequenceCells:
 
     def attach(self) -> int:
         """Make the sequence live, verify its cells, and return its id."""
-        if self.seq_id is None:
-            self._own(self.pool.need_id(self))
+        ledger = self.ledger
+        if ledger.seq_id < 0:
+            ledger.seq_id = self.pool.need_id(self)
             if self.state is not None:
                 self._unpark(self.state)
             else:
                 self._emptied()
         else:
-            self.pool.touch(self.seq_id)
+            self.pool.touch(ledger.seq_id)
         self._verify()
-        return self.ledger.seq_id
-
-    def _own(self, seq_id: int) -> None:
-        self.seq_id = self.ledger.seq_id = seq_id
+        return ledger.seq_id
 
     def _disown(self) -> None:
         self.pool.take_back(self.ledger.seq_id)
-        self.seq_id, self.ledger.seq_id = None, -1
+        self.ledger.seq_id = -1
 
     def _unpark(self, state: PutBack) -> None:
         try:
@@ -171,7 +167,19 @@ class SequenceCells:
         self._disown()
 
     def _taken_out(self) -> PutBack:
-        return _taken_out(self._native, self.ledger.seq_id, self.n_held)
+        """Save the held tokens; of a window, include all cells that a rewind may need.
+
+        Without a known layout, only the same context can restore it.
+        """
+        native, seq_id, n = self._native, self.ledger.seq_id, self.n_held
+        if not native.has_layout:
+            state = native.get_state_part(seq_id)
+            return PutBack(lambda dst: native.set_blocks(dst, [], state=state), n)
+        least = n
+        if self._has_window and not self._has_state:
+            least = min(n, max(1, native.least_cut(native.spare_begin(seq_id))))
+        data = native.get_state(seq_id, None, spare=True)
+        return PutBack(lambda dst: native.set_state(dst, [data], None), least)
 
     @property
     def twins(self) -> Twins:
@@ -193,7 +201,7 @@ class SequenceCells:
         """Free everything but the ledger."""
         self.state = self._row = None
         self.points = Checkpoints()
-        if self.seq_id is not None:
+        if self.ledger.seq_id >= 0:
             self._disown()
         self._emptied()
 
@@ -349,20 +357,16 @@ class SequenceCells:
 
         They end where a shift moved tokens, or where the adapter was activated.
         """
-        n, shifted, activated = (
-            self.ledger.n_evaluated,
-            self.ledger.shifted_at,
-            self.ledger.activated_at,
-        )
-        if shifted is not None:
-            n = min(n, shifted)
-        return n if activated < 0 else min(n, activated)
+        ledger, n = self.ledger, self.ledger.n_evaluated
+        if ledger.shifted_at is not None:
+            n = min(n, ledger.shifted_at)
+        return n if ledger.activated_at < 0 else min(n, ledger.activated_at)
 
     def _holds(self, n: int) -> None:
+        """Record that the live sequence holds exactly the first n tokens."""
         self.ledger.holds(n)
         self.points.drop_after(n)
-        if self.seq_id is not None:
-            self.note()
+        self.note()
 
     # Context shift --------------------------------------------------------------------------
 
@@ -408,8 +412,7 @@ class SequenceCells:
         """Evaluate the pending tokens; with `want_row` return the logits after the last token."""
         ledger = self.ledger
         n = len(ledger)
-        if n > self.pool.most_tokens:
-            check_length(self.pool, n)
+        check_length(self.pool, n)
         if ledger.n_evaluated == n and (not want_row or self.row is not None):
             return self.row
         self._begin(n, want_row)
@@ -530,7 +533,7 @@ class SequenceCells:
             finally:
                 self.pins -= 1
             if seq_id is not None:
-                child._own(seq_id)
+                child.ledger.seq_id = seq_id
                 self._copy_to(child, held)
                 child.points = self.points.up_to(child.n_held)
                 return
@@ -570,21 +573,6 @@ class SequenceCells:
         """Return the held tokens after the first n."""
         own = self.ledger.part(n, self.ledger.n_evaluated)
         return np.concatenate([own, self.ledger.stale])
-
-
-def _taken_out(native: lib.Context, seq_id: int, n: int) -> PutBack:
-    """Save a sequence of n tokens; of a window, include all cells that a rewind may need.
-
-    Without a known layout, only the same context can restore it.
-    """
-    if not native.has_layout:
-        state = native.get_state_part(seq_id)
-        return PutBack(lambda dst: native.set_blocks(dst, [], state=state), n)
-    least = n
-    if native.has_window and not native.has_state_part:
-        least = min(n, max(1, native.least_cut(native.spare_begin(seq_id))))
-    data = native.get_state(seq_id, None, spare=True)
-    return PutBack(lambda dst: native.set_state(dst, [data], None), least)
 
 
 def check_length(pool: SequencePool, n: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -18,7 +18,7 @@ __all__ = ["POINTS", "Checkpoint", "CheckpointPolicy", "Checkpoints", "WindowChu
 
 Bytes = npt.NDArray[np.uint8]
 
-#: Tokens per chunk of window cells, unless a cache sets its own size.
+#: Tokens per chunk of window cells.
 CHUNK: Final = 64
 
 
@@ -127,19 +127,17 @@ class Checkpoints:
         yield from self.windows
 
     def state_at(self, n: int) -> lib.StatePart | None:
-        """Return the state after n tokens; or None."""
-        at = bisect_left(self.states, n, key=lambda point: point.n)
-        return self.states[at].state if self.has_state_at(n, at) else None
+        """Return the state after n tokens; None if there is none."""
+        return next((point.state for point in self.states if point.n == n), None)
 
-    def has_state_at(self, n: int, at: int | None = None) -> bool:
+    def has_state_at(self, n: int) -> bool:
         """Return whether a state exists after n tokens."""
-        at = bisect_left(self.states, n, key=lambda point: point.n) if at is None else at
-        return at < len(self.states) and self.states[at].n == n
+        return self.state_at(n) is not None
 
     def add_state(self, n: int, state: lib.StatePart) -> None:
         """Add a state; replace one after the same number of tokens."""
-        at = bisect_left(self.states, n, key=lambda point: point.n)
-        self.states[at : at + self.has_state_at(n, at)] = [Checkpoint(n, state)]
+        self.states = [point for point in self.states if point.n != n]
+        insort(self.states, Checkpoint(n, state), key=lambda point: point.n)
 
     def covered(self) -> list[Range]:
         """Return the ranges of tokens with saved window cells, in order."""
@@ -147,8 +145,7 @@ class Checkpoints:
 
     def add_window(self, chunk: WindowChunk) -> None:
         """Add window cells of tokens that have none yet."""
-        at = bisect_right(self.windows, chunk.first, key=lambda other: other.first)
-        self.windows.insert(at, chunk)
+        insort(self.windows, chunk, key=lambda other: other.first)
 
     def window_chunks(self, begin: int, end: int) -> list[WindowChunk]:
         """Return the chunks of window cells that overlap ``[begin, end)``, in order."""

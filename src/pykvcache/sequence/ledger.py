@@ -38,11 +38,10 @@ class Ledger(lib.Tokens):
 
     __slots__ = ("shifted_at", "stale")
 
-    def __init__(self, tokens: IntArray = _NOTHING, n_evaluated: int = 0) -> None:
+    def __init__(self, tokens: IntArray = _NOTHING) -> None:
         self.stale: IntArray = _NOTHING
         self.shifted_at: int | None = None
         lib.Tokens.append(self, tokens)
-        self.n_evaluated = n_evaluated
 
     @property
     def pending(self) -> IntArray:

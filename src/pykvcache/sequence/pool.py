@@ -6,17 +6,17 @@ import contextlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from pykvcache._native import lib
 from pykvcache.context import LlamaContext
 from pykvcache.errors import InternalError, NoKvCacheSlot, UnsupportedOperation
-from pykvcache.sequence.checkpoints import Checkpoint, Checkpoints, WindowChunk
+from pykvcache.sequence.checkpoints import Checkpoint, WindowChunk
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from pykvcache.sequence.cells import SequenceCells
 
-__all__ = ["Member", "SequencePool", "Stage", "pool_of"]
+__all__ = ["SequencePool", "Stage", "pool_of"]
 
 #: llama.cpp pads the attended cells to a multiple of this: fewer cells cost the same.
 PADDING = 256
@@ -35,30 +35,6 @@ class Stage:
         self.is_on = False
 
 
-class Member(Protocol):
-    """A sequence as the pool sees it; `SequenceCells` is one."""
-
-    seq_id: int | None
-    points: Checkpoints
-
-    @property
-    def n_held(self) -> int:
-        """Tokens that the memory or the saved state holds."""
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether it takes part in the current step and must not be parked."""
-
-    def trim(self) -> bool:
-        """Free the cells of dropped tokens; return whether there were any."""
-
-    def park(self) -> None:
-        """Free all cells and the id; keep the state."""
-
-    def renounce(self) -> None:
-        """Give back all cells and the id, and keep nothing: the adapters changed."""
-
-
 class SequencePool(lib.Turns):
     """Lends the ids of one context and reclaims the least recently used; one per context.
 
@@ -72,9 +48,9 @@ class SequencePool(lib.Turns):
         #: How many tokens one sequence can have.
         self.most_tokens = _most_tokens(ctx)
         # Owner of each id, least recently used first. Weak: a collected sequence frees its id.
-        self._lent: OrderedDict[int, weakref.ref[Member]] = OrderedDict()
+        self._lent: OrderedDict[int, weakref.ref[SequenceCells]] = OrderedDict()
         # All existing sequences, including parked ones.
-        self._members: weakref.WeakSet[Member] = weakref.WeakSet()
+        self.members: weakref.WeakSet[SequenceCells] = weakref.WeakSet()
         self._idle_steps = 0
         self._last_alone: int | None = None
         #: Called with the first token, the end and the duration in seconds of each evaluation.
@@ -87,37 +63,21 @@ class SequencePool(lib.Turns):
         assert ctx is not None
         return ctx
 
-    def hold(self) -> Self:
-        """Return the pool, to enter it; entering frees the ids of collected sequences."""
-        return self
-
     @property
     def is_quiet(self) -> bool:
         """Whether no turn is in progress. The lock is held."""
         return self.depth == 0
 
-    def join(self, cells: Member) -> None:
-        """Register a new sequence."""
-        self._members.add(cells)
-
     # Ids ----------------------------------------------------------------------------------
 
-    def lend(self, cells: Member, keep: tuple[Member, ...] = ()) -> int | None:
-        """Lend an id, parking the least recently used sequence if needed; None if impossible.
-
-        Parameters
-        ----------
-        cells
-            The sequence that gets it.
-        keep
-            Sequences that must not be parked.
-        """
+    def lend(self, cells: SequenceCells) -> int | None:
+        """Lend an id, parking the least recently used sequence if needed; None if impossible."""
         seq_id = self._free_id()
         if seq_id is None and self.dropped:
             self.reap()
             seq_id = self._free_id()
         if seq_id is None:
-            victim = next(self.idle_members((cells, *keep)), None)
+            victim = next(self.idle_members((cells,)), None)
             if victim is None:
                 return None
             victim.park()
@@ -127,7 +87,7 @@ class SequencePool(lib.Turns):
         self._lent[seq_id] = weakref.ref(cells, self.drop)
         return seq_id
 
-    def need_id(self, cells: Member) -> int:
+    def need_id(self, cells: SequenceCells) -> int:
         """Lend an id as `lend` does, but raise NoKvCacheSlot if impossible."""
         seq_id = self.lend(cells)
         if seq_id is None:
@@ -150,12 +110,10 @@ class SequencePool(lib.Turns):
         """Mark a sequence as the most recently used."""
         self._lent.move_to_end(seq_id)
 
-    def touch_all(self, members: Iterable[Member]) -> None:
+    def touch_all(self, members: Iterable[SequenceCells]) -> None:
         """Mark live sequences as the most recently used, in this order."""
-        lent = self._lent
         for cells in members:
-            assert cells.seq_id is not None
-            lent.move_to_end(cells.seq_id)
+            self.touch(cells.ledger.seq_id)
 
     def _free_id(self) -> int | None:
         # From the top: users of the low-level API start at 0.
@@ -164,8 +122,8 @@ class SequencePool(lib.Turns):
                 return seq_id
         return None
 
-    def idle_members(self, keep: tuple[Member, ...] = ()) -> Iterator[Member]:
-        """Yield the sequences that can be parked, least recently used first."""
+    def idle_members(self, keep: tuple[SequenceCells, ...]) -> Iterator[SequenceCells]:
+        """Yield the other sequences that can be parked, least recently used first."""
         for ref in list(self._lent.values()):
             cells = ref()
             if cells is not None and cells not in keep and not cells.is_pinned:
@@ -173,7 +131,7 @@ class SequencePool(lib.Turns):
 
     # Room ---------------------------------------------------------------------------------
 
-    def make_room(self, cells: Member) -> bool:
+    def make_room(self, cells: SequenceCells) -> bool:
         """Free cells that are not needed now; return False if no sequence has any to free."""
         if not self.ctx.kv_unified:
             return False  # each sequence has a private stream
@@ -189,19 +147,19 @@ class SequencePool(lib.Turns):
                 return True
         return False
 
-    def count_step(self, running: tuple[Member, ...]) -> None:
+    def count_step(self, running: tuple[SequenceCells, ...]) -> None:
         """Count a decode; park idle sequences once keeping them has cost as much as parking.
 
         The ski-rental rule: at most twice the cost of the optimal offline policy.
         """
-        alone = running[0].seq_id if len(running) == 1 else None
+        alone = running[0].ledger.seq_id if len(running) == 1 else None
         self._idle_steps = self._idle_steps + 1 if alone == self._last_alone else 1
         self._last_alone = alone
         if self._idle_steps >= IDLE_STEPS:
             self._idle_steps = 0
             self._park_idle(running)
 
-    def _park_idle(self, running: tuple[Member, ...]) -> None:
+    def _park_idle(self, running: tuple[SequenceCells, ...]) -> None:
         ctx = self.ctx
         if not ctx.kv_unified or ctx.memory_kind == "recurrent":
             return
@@ -232,7 +190,7 @@ class SequencePool(lib.Turns):
         return sum(point.nbytes for point in known.values())
 
     def _points(self) -> Iterator[Checkpoint | WindowChunk]:
-        for cells in self._members:
+        for cells in self.members:
             yield from cells.points
 
     def _forget_checkpoint(self) -> bool:
@@ -241,7 +199,7 @@ class SequencePool(lib.Turns):
         Order: window cells before the last two windows of the longest sequence, states that
         precede another state, window cells before its last window, then any other.
         """
-        points = [cells.points for cells in self._members]
+        points = [cells.points for cells in self.members]
         longest = max((one.windows for one in points), key=len, default=[])
         beyond = longest[-1].end - longest[0].end if longest else 0
         n_swa = self.ctx.model.n_swa
@@ -277,7 +235,7 @@ class SequencePool(lib.Turns):
 
     def renounce(self) -> None:
         """Treat the cells of all sequences as not evaluated: other adapters computed them."""
-        for cells in list(self._members):
+        for cells in list(self.members):
             cells.renounce()
 
 

@@ -117,7 +117,7 @@ class LlamaSequence(Closing):
             )
         self._context = context
         pool = pool_of(context)
-        with pool.hold():
+        with pool:
             self._cells = SequenceCells(pool, Ledger(), checkpoints or POINTS)
         self._closed = False
         if prompt is not None:
@@ -213,7 +213,7 @@ class LlamaSequence(Closing):
             ``n`` is not in ``[0, len(self)]``; nothing was changed.
         """
         with self._held():
-            n = self._within(n, "n", 0)
+            n = self._within(n, "n", len(self))
             if n < len(self):
                 self._cells.ledger.truncate(n)
 
@@ -260,8 +260,8 @@ class LlamaSequence(Closing):
         """
         reevaluate = as_bool(reevaluate, "reevaluate")
         with self._held():
-            end = self._within(end, "end", 0)
-            begin = self._within(begin, "begin", 0, end)
+            end = self._within(end, "end", len(self))
+            begin = self._within(begin, "begin", end)
             if begin < end:
                 self._discard(begin, end, reevaluate)
 
@@ -296,7 +296,7 @@ class LlamaSequence(Closing):
             ``n`` is not in ``[0, len(self)]``.
         """
         with self._held():
-            n = len(self) if n is None else self._within(n, "n", 0)
+            n = len(self) if n is None else self._within(n, "n", len(self))
             mine = self._cells
             ledger = Ledger(mine.ledger.part(0, n))
             child = SequenceCells(mine.pool, ledger, mine.policy)
@@ -546,12 +546,6 @@ class LlamaSequence(Closing):
     def __reduce__(self) -> NoReturn:
         raise TypeError("a LlamaSequence belongs to a context: use fork() or save()")
 
-    def __copy__(self) -> NoReturn:
-        self.__reduce__()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        self.__reduce__()
-
     def _repr_html_(self) -> str:
         done = self.n_evaluated
         state = "parked" if self.is_parked else "evaluated"
@@ -560,15 +554,12 @@ class LlamaSequence(Closing):
         return bar_html(repr(self)[1:-1], parts, text or "")
 
     def __repr__(self) -> str:
-        where = (
-            "closed"
-            if self.is_closed
-            else "parked"
-            if self.is_parked
-            else "no id"
-            if self.seq_id is None
-            else f"id {self.seq_id}"
-        )
+        if self.is_closed:
+            where = "closed"
+        elif self.is_parked:
+            where = "parked"
+        else:
+            where = "no id" if self.seq_id is None else f"id {self.seq_id}"
         return f"<LlamaSequence: {len(self)} tokens, {self.n_evaluated} evaluated, {where}>"
 
     # Helpers --------------------------------------------------------------------------------
@@ -616,17 +607,16 @@ class LlamaSequence(Closing):
             )
         return tokens
 
-    def _within(self, value: SupportsIndex, what: str, lo: int, hi: int | None = None) -> int:
-        """Return `value` as an index in ``[lo, hi]``; raise PositionError otherwise."""
-        limit = len(self) if hi is None else hi
+    def _within(self, value: SupportsIndex, what: str, most: int) -> int:
+        """Return `value` as an index in ``[0, most]``; raise PositionError otherwise."""
         n = as_int(value, what, -(2**63), 2**63)
-        if not lo <= n <= limit:
+        if not 0 <= n <= most:
             raise PositionError(
-                f"{what} is {n}: it must be in [{lo}, {limit}], and the sequence has "
+                f"{what} is {n}: it must be in [0, {most}], and the sequence has "
                 f"{len(self)} tokens",
                 what=what,
                 value=n,
-                limit=lo if n < lo else limit,
+                limit=0 if n < 0 else most,
             )
         return n
 
@@ -647,9 +637,9 @@ class Generation(Iterator[int]):
         stop: Stop,
         on_full: OnFull,
         n_keep: int,
-        n_logprobs: int = 0,
+        n_logprobs: int,
         *,
-        as_text: bool = False,
+        as_text: bool,
     ) -> None:
         self._sequence = sequence
         self._most = max_tokens

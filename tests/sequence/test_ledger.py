@@ -111,11 +111,11 @@ def test_what_is_not_a_stop_raises() -> None:
     assert Stop.of("x", 10) == Stop(("x",))
     assert Stop.of(3, 10) == Stop((), frozenset([3]))
     assert Stop.of(["x", np.int64(3), "x"], 10) == Stop(("x",), frozenset([3]))
-    assert not Stop.of((), 10)
+    assert Stop.of((), 10) == Stop()
     for wrong in ("", ["a", ""], 10, [-1]):
         with pytest.raises(ValueError, match="stop"):
             Stop.of(wrong, 10)
-    assert not Stop.of(None, 10)
+    assert Stop.of(None, 10) == Stop()
     for mistyped in (b"x", [b"x"], 1.5, [None], [True]):
         with pytest.raises(TypeError, match="stop"):
             Stop.of(mistyped, 10)  # type: ignore[arg-type]

@@ -47,17 +47,9 @@ class Stop:
 
     @classmethod
     def of(cls, stop: StopInput, n_vocab: int) -> Stop:
-        """Validate the user's argument.
-
-        Raises
-        ------
-        ValueError
-            A stop string is empty, or a token id is not in ``[0, n_vocab)``.
-        TypeError
-            Something is neither a string nor an integer.
-        """
-        if stop is None or (type(stop) is tuple and not stop):
-            return _NO_STOP
+        """Check the user's argument; token ids must be in ``[0, n_vocab)``."""
+        if stop is None:
+            return cls()
         items: list[str | SupportsIndex]
         if isinstance(stop, str) or hasattr(stop, "__index__"):
             items = [cast("str | SupportsIndex", stop)]
@@ -84,12 +76,6 @@ class Stop:
         """Raise UnsupportedOperation if text is needed and the model has no vocabulary."""
         if self.strings or always:
             model.token_to_piece(0)
-
-    def __bool__(self) -> bool:
-        return bool(self.strings or self.tokens)
-
-
-_NO_STOP = Stop()
 
 
 class TextState(NamedTuple):

@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, SupportsIndex, overload
 
 from pykvcache._arguments import TokenInput, as_bool, as_int
@@ -30,16 +30,13 @@ from pykvcache.sequence.cells import SequenceCells, check_length
 from pykvcache.sequence.checkpoints import POINTS
 from pykvcache.sequence.ledger import Ledger
 from pykvcache.sequence.pool import pool_of
-from pykvcache.sequence.sequence import LlamaSequence
+from pykvcache.sequence.sequence import MOST, LlamaSequence
 from pykvcache.sequence.text import Stop, StopInput
 
 if TYPE_CHECKING:
     from typing import Literal
 
 __all__ = ["BatchGenerator"]
-
-#: Tokens of a request without a limit.
-MOST = 2**31 - 1
 
 
 class BatchGenerator(Closing):
@@ -236,7 +233,7 @@ class BatchGenerator(Closing):
             check_length(self._pool, len(sequence))
             requests = []
             for i in range(count):
-                own = sequence if i == 0 else self._beside(sequence)
+                own = sequence if i == 0 else self._sibling(sequence)
                 self._order += 1
                 request = GenerationRequest(
                     self,
@@ -247,16 +244,18 @@ class BatchGenerator(Closing):
                     n_logprobs,
                     rank,
                     self._order,
-                    owns=sequence is not prompt or i > 0,
+                    is_owned=sequence is not prompt or i > 0,
                 )
                 requests.append(request)
             handles = [GenerationHandle(one) for one in requests]
             if limit:
-                requests[0]._siblings = requests[1:]
+                requests[0].siblings = requests[1:]
                 self._schedule.add(requests[0])
                 self._schedule.seek(requests[0])
             else:
-                self._end_empty(requests)
+                for request in requests:
+                    request.end("length")
+                    self._schedule.remove(request)
         self._wake()
         return handles[0] if count == 1 else handles
 
@@ -266,7 +265,7 @@ class BatchGenerator(Closing):
             raise ArgumentError("the sequence belongs to another context", "prompt")
         sequence._check_open()
         known = [*self._schedule.running, *self._schedule.waiting]
-        if any(handle._sequence is sequence for handle in known):
+        if any(request.sequence is sequence for request in known):
             raise ArgumentError("the sequence is being generated already", "prompt")
         return sequence
 
@@ -298,7 +297,7 @@ class BatchGenerator(Closing):
             sequence._append(prompt)
         return sequence
 
-    def _beside(self, sequence: LlamaSequence) -> LlamaSequence:
+    def _sibling(self, sequence: LlamaSequence) -> LlamaSequence:
         """Return a sequence for another sample of the same prompt."""
         if sequence._cells.ledger.shifted_at is not None:
             return sequence.fork()  # after a shift the tokens do not determine the cells
@@ -308,14 +307,6 @@ class BatchGenerator(Closing):
         own = self._plain(None)
         own._cells.ledger.append(sequence.tokens)
         return own
-
-    @staticmethod
-    def _end_empty(requests: list[GenerationRequest]) -> None:
-        """End requests whose ``max_tokens`` is 0."""
-        for request in requests:
-            request._end("length")
-            if request._owns:
-                request._sequence.close()
 
     @staticmethod
     def _sampler_of(sampler: Sampler, i: int) -> Sampler:
@@ -355,8 +346,8 @@ class BatchGenerator(Closing):
             if self._stepper.aborted:
                 self._drop_aborted()
             for request, _ in made:
-                if request._watchers:
-                    request._notify()
+                if request.watchers:
+                    request.notify()
             is_waiting = not made and self._schedule.await_tiers()
         if self._n_awaiting or self._thread is not None:
             self._wake()
@@ -389,13 +380,10 @@ class BatchGenerator(Closing):
         self._check_open()
         wanted = None if progress is None else as_bool(progress, "progress")
         with watching(self._schedule.count, wanted) as look:
-            self._run_all(look)
-
-    def _run_all(self, look: Callable[[], object]) -> None:
-        while len(self._schedule):
-            if not self._take_turn():
-                self._await_change()
-            look()
+            while len(self._schedule):
+                if not self._take_turn():
+                    self._await_change()
+                look()
 
     def start(self) -> None:
         """Make the steps in a background thread until `close`. Idempotent.
@@ -497,11 +485,11 @@ class BatchGenerator(Closing):
     def _wait_for(self, request: GenerationRequest, i: int) -> int | None:
         """Return token i of a request; None if it ended before."""
         while True:
-            if i < len(request._tokens):
-                return request._tokens[i]
+            if i < len(request.tokens):
+                return request.tokens[i]
             if request.finish_reason is not None:
-                if request._error is not None and request.finish_reason == "error":
-                    raise request._error
+                if request.error is not None and request.finish_reason == "error":
+                    raise request.error
                 return None
             if not self._take_turn():
                 self._await_change()

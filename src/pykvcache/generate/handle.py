@@ -6,6 +6,8 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pykvcache._arguments import IntArray
 from pykvcache.generate.request import FinishReason, GenerationRequest, RequestTimes
 from pykvcache.sequence.logprobs import TokenLogprob, named
@@ -39,7 +41,7 @@ class GenerationHandle:
     @property
     def tokens(self) -> IntArray:
         """The new tokens so far, a copy: int32, shape (n,)."""
-        return self._request.tokens
+        return np.array(self._request.tokens, np.int32)
 
     @property
     def text(self) -> str:
@@ -56,14 +58,14 @@ class GenerationHandle:
 
         Contains the ``logprobs`` likeliest tokens and the chosen one; empty if not requested.
         """
-        return self._request.logprobs
+        return [dict(one) for one in self._request.logprobs]
 
     @property
     def token_logprobs(self) -> list[TokenLogprob]:
         """`logprobs` with the text of each token."""
-        request, rows = self._request, self._request.logprobs
+        request = self._request
         model = request.sequence.context.model
-        return named(model, self.tokens.tolist(), rows, request.n_logprobs)
+        return named(model, request.tokens, request.logprobs, request.n_logprobs)
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -82,7 +84,7 @@ class GenerationHandle:
     @property
     def stop_string(self) -> str | None:
         """The stop string that ended the request, or None."""
-        return self._request.stop_string
+        return self._request.stream.stopped
 
     @property
     def sequence(self) -> LlamaSequence:
@@ -177,8 +179,8 @@ class _AsyncTokens:
 
         request = self._handle._request
         token: int | None
-        if self._i < request.n_tokens:
-            token = int(request.tokens[self._i])
+        if self._i < len(request.tokens):
+            token = request.tokens[self._i]
         else:
             try:
                 token = await asyncio.to_thread(request.token, self._i)

@@ -6,11 +6,8 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
-from pykvcache._arguments import IntArray
 from pykvcache._native import lib
 from pykvcache.errors import ClosedError
 from pykvcache.sampling import Sampler
@@ -19,6 +16,7 @@ from pykvcache.sequence.sequence import LlamaSequence
 from pykvcache.sequence.text import Stop, TextState, TextStream
 
 if TYPE_CHECKING:
+    from pykvcache.generate.generator import BatchGenerator
     from pykvcache.generate.handle import GenerationHandle
 
 __all__ = ["FinishReason", "GenerationRequest", "RequestTimes"]
@@ -50,22 +48,12 @@ class RequestTimes:
         return self.tokens[0] if self.tokens else None
 
 
-class Driver(Protocol):
-    """The interface of `BatchGenerator` that a request uses."""
-
-    def _wait_for(self, request: GenerationRequest, i: int) -> int | None:
-        """Return token i of a request, making steps if needed; None if it ended before."""
-
-    def _end_aborted(self) -> None:
-        """End aborted requests, now or in the step under way."""
-
-
 class GenerationRequest:
     """A request inside its generator; users have a `GenerationHandle`, which can be dropped.
 
     Parameters
     ----------
-    driver
+    generator
         Makes its tokens.
     sequence
         The sequence it continues.
@@ -75,13 +63,14 @@ class GenerationRequest:
         As in `BatchGenerator.submit`.
     order
         Number in order of submission.
-    owns
-        Whether to close the sequence at the end.
+    is_owned
+        Whether the request created its sequence: it closes it at the end, and only its handle
+        refers to it.
     """
 
     def __init__(
         self,
-        driver: Driver,
+        generator: BatchGenerator,
         sequence: LlamaSequence,
         max_tokens: int,
         sampler: Sampler,
@@ -90,56 +79,46 @@ class GenerationRequest:
         priority: int,
         order: int,
         *,
-        owns: bool,
+        is_owned: bool,
     ) -> None:
-        self._driver = driver
-        self._sequence = sequence
-        self._cells = sequence._cells
+        self._generator = generator
+        self.sequence = sequence
+        self.cells = sequence._cells
+        self.priority, self.order, self.is_owned = priority, order, is_owned
         self._stop = stop
-        self._stream = TextStream(stop.strings)
-        self._seen = 0  # tokens that `_look` has processed
+        self.stream = TextStream(stop.strings)
+        self._seen = 0  # tokens that `look` has processed
         self._text: str | None = None
         # Number of tokens read by `text`, their text, and the decoder's state; replaced together.
         self._shown = 0, "", TextState()
-        self._lane = lib.Lane(
-            sequence._cells.ledger,
+        self.lane = lib.Lane(
+            self.cells.ledger,
             sampler.native,
             max_tokens,
             stop.tokens,
             bool(stop.strings or n_logprobs),
             n_logprobs > 0,
         )
-        self._n_logprobs = n_logprobs
-        self._priority = priority
-        self._order = order
-        self._owns = owns
-        self._siblings: list[GenerationRequest] = []
+        #: Requests for other samples of the prompt, which wait for its evaluation.
+        self.siblings: list[GenerationRequest] = []
         #: The user's handle; None once dropped.
         self.handle: Callable[[], GenerationHandle | None] = lambda: None
-        self._tokens = self._lane.tokens
-        self._logprobs: list[dict[int, float]] = []
-        self._finish: FinishReason | None = None
-        self._error: Exception | None = None
-        self._abort = False
-        self._watchers: tuple[Callable[[], object], ...] = ()
-        self.times = RequestTimes(tokens=self._lane.times)
+        self.tokens = self.lane.tokens
+        self.n_logprobs = n_logprobs
+        self.logprobs: list[dict[int, float]] = []
+        self.finish: FinishReason | None = None
+        self.error: Exception | None = None
+        self.is_aborted = False
+        self.watchers: tuple[Callable[[], object], ...] = ()
+        self.times = RequestTimes(tokens=self.lane.times)
 
-    # Results ----------------------------------------------------------------------------------
-
-    @property
-    def tokens(self) -> IntArray:
-        """The new tokens so far, a copy: int32, shape (n,)."""
-        return np.array(self._tokens, np.int32)
+    # For the handle -----------------------------------------------------------------------------
 
     @property
     def text(self) -> str:
-        """The text of the new tokens so far; it ends before a stop string.
-
-        Incomplete characters are omitted until the end. To read it after the model is closed, read
-        it once before.
-        """
+        """The text of the new tokens so far; it ends before a stop string."""
         if self._text is None:
-            is_whole = self._finish is not None
+            is_whole = self.finish is not None
             text = self._read_text(is_whole)
             if not is_whole:
                 return text
@@ -149,10 +128,10 @@ class GenerationRequest:
     def _read_text(self, is_whole: bool) -> str:
         """Return the text so far; reads only tokens that are new since the last call."""
         n, text, state = self._shown
-        tokens, rules, parts = self._tokens[n:], self._stream.rules, [text]
+        tokens, rules, parts = self.tokens[n:], self.stream.rules, [text]
         for token in tokens:
             if token not in self._stop.tokens:
-                piece = self._sequence.context.model.token_to_piece(token)
+                piece = self.sequence.context.model.token_to_piece(token)
                 new, state = rules.after(state, piece)
                 parts.append(new)
         text = "".join(parts)
@@ -160,126 +139,73 @@ class GenerationRequest:
         return text + rules.after(state, b"", final=True)[0] if is_whole else text
 
     @property
-    def logprobs(self) -> list[dict[int, float]]:
-        """The model's log-probabilities for each token, as dicts by token id; a copy.
-
-        Contains the ``logprobs`` likeliest tokens and the chosen one; empty if not requested.
-        """
-        return [dict(one) for one in self._logprobs]
-
-    @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the request ended; None while it runs.
-
-        ``"stop"`` (an end-of-generation token or a stop), ``"length"`` (``max_tokens``),
-        ``"full"`` (no room in the context), ``"aborted"``, ``"error"`` (see `error`).
-        """
-        return "aborted" if self._finish is None and self._abort else self._finish
-
-    @property
-    def error(self) -> Exception | None:
-        """The exception behind ``"error"``; iterating raises it."""
-        return self._error
-
-    @property
-    def sequence(self) -> LlamaSequence:
-        """The sequence of the request; closed at the end unless the caller submitted it."""
-        return self._sequence
-
-    @property
-    def priority(self) -> int:
-        """Requests of larger priority run first."""
-        return self._priority
+        """As in `GenerationHandle`: "aborted" as soon as `abort` was called."""
+        return "aborted" if self.finish is None and self.is_aborted else self.finish
 
     def abort(self) -> None:
         """End the request before its next token; its tokens stay. Does nothing if it has ended."""
-        if self._finish is None and not self._abort:
-            self._abort = True
-            self._driver._end_aborted()
-
-    @property
-    def is_owned(self) -> bool:
-        """Whether the request created its sequence, so that only its handle refers to it."""
-        return self._owns
-
-    @property
-    def n_tokens(self) -> int:
-        """Number of new tokens so far."""
-        return len(self._tokens)
-
-    @property
-    def n_logprobs(self) -> int:
-        """Number of likeliest tokens recorded for each token."""
-        return self._n_logprobs
-
-    @property
-    def stop_string(self) -> str | None:
-        """The stop string that ended the request, or None."""
-        return self._stream.stopped
+        if self.finish is None and not self.is_aborted:
+            self.is_aborted = True
+            self._generator._end_aborted()
 
     def watch(self, call: Callable[[], object]) -> None:
-        """Set a function to call after each step that made tokens of this request, and at its end.
-
-        It runs in the thread that makes the step and must not call this context; use it to wake
-        another thread or an event loop.
-        """
-        self._watchers += (call,)
-        if self._tokens or self._finish is not None:
-            call()
-
-    def _notify(self) -> None:
-        for call in self._watchers:
+        """Call a function after each step that made tokens of this request, and at its end."""
+        self.watchers += (call,)
+        if self.tokens or self.finish is not None:
             call()
 
     def token(self, i: int) -> int | None:
         """Return token i, making steps if no other thread does; None if it ended before."""
-        return self._driver._wait_for(self, i)
+        return self._generator._wait_for(self, i)
 
-    def __repr__(self) -> str:
-        ended = self.finish_reason or "not finished"
-        return f"<GenerationRequest: {len(self._tokens)} tokens, {ended}>"
+    # For the generator --------------------------------------------------------------------------
 
-    # For the generator ------------------------------------------------------------------------
+    def notify(self) -> None:
+        """Call the functions that watch this request."""
+        for call in self.watchers:
+            call()
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Process new tokens, and end the request if one of them ends it."""
         try:
             self._read()
         except ClosedError as error:  # the model is closed, so tokens cannot become text
-            self._end("error", error)
+            self.end("error", error)
             return
-        lane, tokens = self._lane, self._tokens
+        lane, tokens = self.lane, self.tokens
         if lane.error is not None:
-            self._end("error", lane.error)
+            self.end("error", lane.error)
         elif (
             lane.is_over
-            or self._stream.stopped is not None
+            or self.stream.stopped is not None
             or (tokens and tokens[-1] in self._stop.tokens)
         ):
-            self._end("stop")
+            self.end("stop")
         elif lane.is_full:
-            self._end("length")
+            self.end("length")
 
     def _read(self) -> None:
         """Search the new tokens for stop strings, and record their log-probabilities."""
-        tokens, rows = self._tokens, self._lane.rows
+        tokens, rows = self.tokens, self.lane.rows
         for i in range(self._seen, len(tokens)):
-            if self._n_logprobs and len(self._logprobs) == i:
+            if self.n_logprobs and len(self.logprobs) == i:
                 row = rows[i - len(tokens)]
-                self._logprobs.append(likeliest(row, self._n_logprobs, tokens[i]))
+                self.logprobs.append(likeliest(row, self.n_logprobs, tokens[i]))
             if self._stop.strings and tokens[i] not in self._stop.tokens:
-                self._stream.feed(self._sequence.context.model.token_to_piece(tokens[i]))
+                self.stream.feed(self.sequence.context.model.token_to_piece(tokens[i]))
             self._seen = i + 1
         rows.clear()
 
-    def _end(self, reason: FinishReason, error: Exception | None = None) -> None:
-        if self._finish is None:
-            if self._abort and reason != "error":
+    def end(self, reason: FinishReason, error: Exception | None = None) -> None:
+        """Record why the request ended, unless it has ended before."""
+        if self.finish is None:
+            if self.is_aborted and reason != "error":
                 reason = "aborted"  # `finish_reason` already says so
             if self._stop.strings:
                 with contextlib.suppress(ClosedError):  # the model is closed
                     self._text = self._read_text(True)
-            self._error = error
+            self.error = error
             self.times.finished = time.perf_counter()
-            self._finish = reason
-            self._notify()
+            self.finish = reason
+            self.notify()

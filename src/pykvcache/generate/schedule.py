@@ -19,14 +19,14 @@ SHARED = 16
 HEADROOM = 16
 
 
-def rank(handle: GenerationRequest) -> tuple[int, int]:
+def rank(request: GenerationRequest) -> tuple[int, int]:
     """Return the sort key: larger priority first, then order of submission."""
-    return -handle._priority, handle._order
+    return -request.priority, request.order
 
 
-def missing(handle: GenerationRequest) -> int:
+def missing(request: GenerationRequest) -> int:
     """Return the number of cells that a request still needs."""
-    cells = handle._cells
+    cells = request.cells
     ledger = cells.ledger
     if cells.seq_id is None:
         return len(ledger)
@@ -62,11 +62,11 @@ class Schedule:
 
     def count(self) -> int:
         """Return the number of unfinished requests and of samples that wait for their prompt."""
-        return sum(1 + len(handle._siblings) for handle in (*self.waiting, *self.running))
+        return sum(1 + len(request.siblings) for request in (*self.waiting, *self.running))
 
-    def add(self, handle: GenerationRequest) -> None:
+    def add(self, request: GenerationRequest) -> None:
         """Add a request to the waiting ones."""
-        insort(self.waiting, handle, key=rank)
+        insort(self.waiting, request, key=rank)
 
     def admit(self) -> None:
         """Start waiting requests, in order, as long as they fit."""
@@ -74,15 +74,17 @@ class Schedule:
         while i < len(self.waiting):
             head = self.waiting[i]
             cached = self.cached(head)
-            if cached is not None and cached.search is not None and not self._is_ready(cached):
-                i += 1
-                continue
-            if self._waits_for_prefix(head) or (cached is not None and not self._is_ready(cached)):
+            is_searching = cached is not None and cached.search is not None
+            if (
+                (is_searching and not self._is_ready(cached))
+                or self._waits_for_prefix(head)
+                or not self._is_ready(cached)
+            ):
                 i += 1
                 continue
             if self.running and not self._fits(head):
                 last = self.running[-1]
-                if last._priority >= head._priority:
+                if last.priority >= head.priority:
                     return
                 self.suspend(last)
                 i = self.waiting.index(head)
@@ -90,16 +92,16 @@ class Schedule:
             # Marked as running before it gets cells, so that idle sequences are parked for it.
             if cached is not None and self.cache is not None:
                 self.cache.renew(cached)
-            head._cells.stage = self.stage
+            head.cells.stage = self.stage
             insort(self.running, head, key=rank)
             del self.waiting[i]
-            if head._cells.needs_points:
+            if head.cells.needs_points:
                 for other in self.waiting:
                     self._waits_for_prefix(other)  # records where they part
 
-    def cached(self, handle: GenerationRequest) -> Request | None:
+    def cached(self, request: GenerationRequest) -> Request | None:
         """Return the cache's record of a request's sequence; None without a cache."""
-        return None if self.cache is None else request_of(handle._sequence)
+        return None if self.cache is None else request_of(request.sequence)
 
     # Tiers: waiting for them blocks no other request ----------------------------------------------
 
@@ -108,16 +110,15 @@ class Schedule:
         self._sought = [one for one in self._sought if one.search is not None]
         return self._sought
 
-    def seek(self, handle: GenerationRequest) -> None:
+    def seek(self, request: GenerationRequest) -> None:
         """Search the tiers for a new request, unless it waits for another request's prefix."""
-        cached = self.cached(handle)
-        if cached is not None and not self._waits_for_prefix(handle):
-            self._is_ready(cached)
+        if not self._waits_for_prefix(request):
+            self._is_ready(self.cached(request))
 
-    def _is_ready(self, cached: Request) -> bool:
+    def _is_ready(self, cached: Request | None) -> bool:
         """Return whether tiers are done with a request; search for at most as many as can run."""
         cache = self.cache
-        if cache is None or not cache.has_tiers:
+        if cached is None or cache is None or not cache.has_tiers:
             return True
         if cached.is_searched:
             return cache.is_ready(cached)
@@ -133,7 +134,7 @@ class Schedule:
         """Whether all places are taken by requests of no lower priority than the waiting ones."""
         if len(self.running) < self.max_sequences or self.cache is not None:
             return False
-        return not self.waiting or self.waiting[0]._priority <= self.running[-1]._priority
+        return not self.waiting or self.waiting[0].priority <= self.running[-1].priority
 
     @property
     def is_arrival(self) -> bool:
@@ -146,10 +147,7 @@ class Schedule:
     def await_tiers(self) -> bool:
         """Wait for tiers for at most 5 ms if no request runs; without the lock.
 
-        Returns
-        -------
-        bool
-            Whether a request may be able to run now.
+        Return whether a request may be able to run now.
         """
         cache = self.cache
         # The list is changed only under the lock.
@@ -168,7 +166,7 @@ class Schedule:
         size, own = self.cache.block_size, mine.cells.ledger
         # States, which cannot be truncated, are taken at the ends of blocks.
         least = size if mine.cells.needs_points else min(size, SHARED)
-        running = [one for handle in self.running if (one := self.cached(handle)) is not None]
+        running = [one for request in self.running if (one := self.cached(request)) is not None]
         for other in (*running, *self._seeking()):
             theirs = other.cells.ledger
             if (
@@ -193,36 +191,36 @@ class Schedule:
         free = self.ctx.n_ctx - self.ctx.n_cells_used
         if needed <= free:
             return True
-        idle = sum(other.n_held for other in self.pool.idle_members((head._cells,)))
+        idle = sum(other.n_held for other in self.pool.idle_members((head.cells,)))
         return needed <= free + idle
 
-    def suspend(self, handle: GenerationRequest) -> None:
+    def suspend(self, request: GenerationRequest) -> None:
         """Park a running request; it continues when there is room again."""
-        self.add(handle)
-        self._stop(handle)
-        handle._cells.park()
+        self.add(request)
+        self._stop(request)
+        request.cells.park()
 
     def make_room(self) -> bool:
         """Park one request: an idle one first, then the newest; False if only one is left."""
-        if self.pool.make_room(self.running[0]._cells):
+        if self.pool.make_room(self.running[0].cells):
             return True
         if len(self.running) < 2:
             return False
         self.suspend(self.running[-1])
         return True
 
-    def remove(self, handle: GenerationRequest) -> None:
+    def remove(self, request: GenerationRequest) -> None:
         """Remove a request that has ended, and free what it owned."""
-        self._stop(handle)
-        cached = self.cached(handle)
+        self._stop(request)
+        cached = self.cached(request)
         if cached is not None and self.cache is not None:
             self.cache.cancel_search(cached)
-        if handle in self.waiting:
-            self.waiting.remove(handle)
-        if handle._owns:
-            handle._sequence.close()
+        if request in self.waiting:
+            self.waiting.remove(request)
+        if request.is_owned:
+            request.sequence.close()
 
-    def _stop(self, handle: GenerationRequest) -> None:
-        if handle in self.running:
-            self.running.remove(handle)
-            handle._cells.stage = None
+    def _stop(self, request: GenerationRequest) -> None:
+        if request in self.running:
+            self.running.remove(request)
+            request.cells.stage = None

@@ -22,7 +22,7 @@ _LEAST_TIMED = 16
 class Share(NamedTuple):
     """A sequence's part of a batch: tokens up to ``end``, with logits if none is left."""
 
-    handle: GenerationRequest
+    request: GenerationRequest
     end: int
     row: int  # batch index of the last token; -1 if no logits are wanted
 
@@ -117,11 +117,11 @@ class Stepper:
     def _look(self) -> None:
         """Process requests that may have ended."""
         while self._looks:
-            handle = self._looks[-1]
-            handle._look()
-            if handle._finish is not None:
+            request = self._looks[-1]
+            request.look()
+            if request.finish is not None:
                 self._ungroup()
-                self._schedule.remove(handle)
+                self._schedule.remove(request)
             self._looks.pop()
 
     def _step(self) -> list[tuple[GenerationRequest, int]]:
@@ -138,7 +138,7 @@ class Stepper:
             raise
         if done.count(None) == len(done):
             return made
-        schedule.pool.count_step(tuple([h._cells for h in schedule.running]))
+        schedule.pool.count_step(tuple([h.cells for h in schedule.running]))
         # Waiting requests did not fit before; they do not fit now if nothing has changed.
         unchanged = (schedule.running, schedule.waiting) == before and False not in done
         if unchanged or not schedule.waiting or schedule.is_taken:
@@ -155,12 +155,12 @@ class Stepper:
         schedule = self._schedule
         together, done = True, False
         while not done:
-            able = [h for h in schedule.running if h._cells.ledger.is_active == is_active]
+            able = [h for h in schedule.running if h.cells.ledger.is_active == is_active]
             if not able:
                 return None
             try:
                 ready = self._ready(able) if together else []
-                others = [handle for handle in able if handle not in ready]
+                others = [request for request in able if request not in ready]
                 shares = self._collect(others, made, ready, is_active)
                 if not shares and not ready:
                     return None
@@ -173,20 +173,20 @@ class Stepper:
 
     def _ready(self, running: list[GenerationRequest]) -> list[GenerationRequest]:
         """Return the unchanged requests that lack one token."""
-        able = [handle for handle in running if not handle._siblings]
-        others = self._native.not_ready([handle._lane for handle in able], able)
-        ready = [handle for handle in able if handle not in others] if others else able
-        self._schedule.pool.touch_all([handle._cells for handle in ready])
+        able = [request for request in running if not request.siblings]
+        others = self._native.not_ready([request.lane for request in able], able)
+        ready = [request for request in able if request not in others] if others else able
+        self._schedule.pool.touch_all([request.cells for request in ready])
         return ready[: self._n_batch]
 
     def _regroup(self) -> None:
         """Prepare the next step as a single call, which verifies the requests itself."""
         running = self._schedule.running
-        if any([handle._siblings for handle in running]):
+        if any([request.siblings for request in running]):
             return
         self._owners = tuple(running)
-        self._lanes = tuple([handle._lane for handle in running])
-        self._cells = tuple([handle._cells for handle in running])
+        self._lanes = tuple([request.lane for request in running])
+        self._cells = tuple([request.cells for request in running])
         self._n_waiting = len(self._schedule.waiting)
 
     def _ungroup(self) -> None:
@@ -197,7 +197,7 @@ class Stepper:
 
     def _collect(
         self,
-        handles: list[GenerationRequest],
+        requests: list[GenerationRequest],
         made: list[tuple[GenerationRequest, int]],
         ready: list[GenerationRequest],
         is_active: bool,
@@ -206,29 +206,29 @@ class Stepper:
         self._rows.clear()
         shares, prompts = [], []
         room = self._n_batch - len(ready)
-        for handle in handles:
-            cells = handle._cells
+        for request in requests:
+            cells = request.cells
             ledger = cells.ledger
             n = len(ledger)
-            if handle._sequence.is_closed:
+            if request.sequence.is_closed:
                 error = ClosedError("the sequence was closed")
-                self._end(handle, "error", error, alone=True)
+                self._end(request, "error", error, alone=True)
                 continue
-            if handle._lane.is_overtaken:
+            if request.lane.is_overtaken:
                 newer = OvertakenError("a newer generation has continued this sequence")
-                self._end(handle, "error", newer, alone=True)
+                self._end(request, "error", newer, alone=True)
                 continue
             if not n:
                 lost = ValueError("the sequence has no tokens left")
-                self._end(handle, "error", lost, alone=True)
+                self._end(request, "error", lost, alone=True)
                 continue
             if n > self._most:
-                self._end(handle, "full")
+                self._end(request, "full")
                 continue
             if cells.row is not None and ledger.n_evaluated == n:
                 row, cells.row = cells.row, None
-                self._advance(handle, row, made)
-                if handle._finish is not None:
+                self._advance(request, row, made)
+                if request.finish is not None:
                     continue
                 n = len(ledger)
             cells.attach()
@@ -236,32 +236,32 @@ class Stepper:
             if ledger.is_active != is_active:
                 continue  # it went back to before the activation
             if n - ledger.n_evaluated == 1 and room:
-                shares.append(self._put(handle, n))
+                shares.append(self._put(request, n))
                 room -= 1
             else:
-                prompts.append(handle)
-        for handle in prompts:
+                prompts.append(request)
+        for request in prompts:
             if not room:
                 break
-            ledger = handle._cells.ledger
+            ledger = request.cells.ledger
             begin, n = ledger.n_evaluated, len(ledger)
             end = min(n, begin + min(room, self._n_chunk))
-            if handle._cells.needs_points:
-                end = _end_of_part(handle._cells, end, room)
+            if request.cells.needs_points:
+                end = _end_of_part(request.cells, end, room)
             end = ledger.same_until(end)
-            shares.append(self._put(handle, end))
+            shares.append(self._put(request, end))
             room -= end - begin
         return shares
 
-    def _put(self, handle: GenerationRequest, end: int) -> Share:
-        cells = handle._cells
+    def _put(self, request: GenerationRequest, end: int) -> Share:
+        cells = request.cells
         begin = cells.ledger.n_evaluated
         is_all = end == len(cells.ledger)
         rows, first = self._rows, len(self._rows)
         if end - begin > 1:
             rows.append(cells.ledger.part(begin, end - 1), cells.seq_id, False, begin)
         rows.add(cells.ledger.token_at(end - 1), end - 1, cells.seq_id, is_all)
-        return Share(handle, end, first + end - begin - 1 if is_all else -1)
+        return Share(request, end, first + end - begin - 1 if is_all else -1)
 
     # Through ------------------------------------------------------------------------------------
 
@@ -273,18 +273,16 @@ class Stepper:
     ) -> bool:
         """Decode and distribute tokens; return False and do nothing if the call is refused."""
         self._check_room(len(self._rows) + len(ready))
-        prompts = [s for s in shares if _is_part(s.handle._cells, s.end)]
+        prompts = [s for s in shares if _is_part(s.request.cells, s.end)]
+        parts: list[tuple[lib.Tokens, int, int, int]] = []
         for share in shares:
-            share.handle._cells.row = None
-        parts: list[tuple[lib.Tokens, int, int, int]]
-        parts = []
-        for share in shares:
-            ledger = share.handle._cells.ledger
+            share.request.cells.row = None
+            ledger = share.request.cells.ledger
             parts.append((ledger, ledger.seq_id, share.end, share.row))
         began = time.perf_counter()
         try:
             if ready:
-                lanes = [handle._lane for handle in ready]
+                lanes = [request.lane for request in ready]
                 found = self._native.step(lanes, ready, self._looks, self._rows, parts)
             else:
                 rows = self._native.decode_shares(self._rows, parts)
@@ -292,7 +290,7 @@ class Stepper:
         except BaseException:
             self._looks[:] = ready
             for share in shares:
-                share.handle._cells.failed()
+                share.request.cells.failed()
             raise
         if found is None:
             return False
@@ -301,12 +299,12 @@ class Stepper:
             is_done = any(row is not None for row in rows)
             self._note_time(len(self._rows) + len(ready), time.perf_counter() - began, is_done)
         for share in prompts:
-            share.handle._cells.checkpoint()
+            share.request.cells.checkpoint()
         made += tokens
         self._look()
         for share, row in zip(shares, rows, strict=True):
             if row is not None:
-                self._advance(share.handle, row, made)
+                self._advance(share.request, row, made)
         return True
 
     def _note_time(self, n: int, seconds: float, is_done: bool) -> None:
@@ -332,40 +330,40 @@ class Stepper:
     # Out ----------------------------------------------------------------------------------------
 
     def _advance(
-        self, handle: GenerationRequest, row: Row, made: list[tuple[GenerationRequest, int]]
+        self, request: GenerationRequest, row: Row, made: list[tuple[GenerationRequest, int]]
     ) -> None:
         """Let a request choose its next token; an error ends only this request."""
-        handle._sequence._evaluated(row)
-        while handle._siblings:
-            sibling = handle._siblings[0]
-            if sibling._sequence.is_closed:
-                sibling._end("error", ClosedError("the sequence was closed"))
-            elif self._branch(handle, sibling):
+        request.sequence._evaluated(row)
+        while request.siblings:
+            sibling = request.siblings[0]
+            if sibling.sequence.is_closed:
+                sibling.end("error", ClosedError("the sequence was closed"))
+            elif self._branch(request, sibling):
                 cached = self._schedule.cached(sibling)
                 if cached is not None:
                     cached.set_shared()
                 self._choose(sibling, row, made)
-            if sibling._finish is None:
+            if sibling.finish is None:
                 self._schedule.add(sibling)
-            elif sibling._owns:
-                sibling._sequence.close()
-            del handle._siblings[0]
-        self._choose(handle, row, made)
+            elif sibling.is_owned:
+                sibling.sequence.close()
+            del request.siblings[0]
+        self._choose(request, row, made)
 
     def _choose(
-        self, handle: GenerationRequest, row: Row, made: list[tuple[GenerationRequest, int]]
+        self, request: GenerationRequest, row: Row, made: list[tuple[GenerationRequest, int]]
     ) -> None:
-        self._looks.append(handle)
-        token = handle._lane.take(self._native, row)
+        self._looks.append(request)
+        token = request.lane.take(self._native, row)
         if token is not None:
-            made.append((handle, token))
+            made.append((request, token))
         self._look()
 
-    def _branch(self, handle: GenerationRequest, sibling: GenerationRequest) -> bool:
+    def _branch(self, request: GenerationRequest, sibling: GenerationRequest) -> bool:
         """Fork the evaluated prompt to another sample; return False if it cannot be used."""
-        mine, other = handle._cells, sibling._cells
+        mine, other = request.cells, sibling.cells
         n = len(mine.ledger)
-        if sibling._lane.tokens or sibling._finish is not None:
+        if sibling.lane.tokens or sibling.finish is not None:
             return False  # already done, before an error
         if other.seq_id is not None or other.state is not None:
             other.release()
@@ -380,63 +378,63 @@ class Stepper:
             return
         self.aborted = False
         try:
-            for handle in [*self._schedule.running, *self._schedule.waiting]:
-                self._end_aborted(handle)
+            for request in [*self._schedule.running, *self._schedule.waiting]:
+                self._end_aborted(request)
         except BaseException:
             self.aborted = True
             raise
 
-    def _end_aborted(self, handle: GenerationRequest) -> None:
-        for one in [sibling for sibling in handle._siblings if sibling._abort]:
-            one._end("aborted")
-            one._sequence.close()
-            handle._siblings.remove(one)
-        if handle._abort:
-            self._end(handle, "aborted", alone=True)
+    def _end_aborted(self, request: GenerationRequest) -> None:
+        for one in [sibling for sibling in request.siblings if sibling.is_aborted]:
+            one.end("aborted")
+            one.sequence.close()
+            request.siblings.remove(one)
+        if request.is_aborted:
+            self._end(request, "aborted", alone=True)
 
     def _end(
         self,
-        handle: GenerationRequest,
+        request: GenerationRequest,
         reason: FinishReason,
         error: Exception | None = None,
         *,
         alone: bool = False,
     ) -> None:
         """End a request; `alone`: the other samples of its prompt continue."""
-        siblings = handle._siblings
+        siblings = request.siblings
         if alone and siblings:
-            first, *first._siblings = siblings
+            first, *first.siblings = siblings
             self._schedule.add(first)
         else:
             for one in siblings:
-                one._end(reason, error)
-                one._sequence.close()
-        handle._siblings = []
-        handle._end(reason, error)
+                one.end(reason, error)
+                one.sequence.close()
+        request.siblings = []
+        request.end(reason, error)
         self._ungroup()
-        self._schedule.remove(handle)
+        self._schedule.remove(request)
 
-    def _refuse(self, handle: GenerationRequest, error: NoKvCacheSlot) -> None:
+    def _refuse(self, request: GenerationRequest, error: NoKvCacheSlot) -> None:
         """End the only running request, for which there is no room."""
-        if handle._cells.seq_id is None:
-            self._end(handle, "error", error)  # the caller uses ids or cells by hand
+        if request.cells.seq_id is None:
+            self._end(request, "error", error)  # the caller uses ids or cells by hand
         else:
-            self._end(handle, "full")
+            self._end(request, "full")
 
     def abort_all(self, error: DecodeAborted) -> None:
         """End all running requests after an aborted decode of the background thread."""
-        for handle in list(self._schedule.running):
-            self._end(handle, "aborted", error)
+        for request in list(self._schedule.running):
+            self._end(request, "aborted", error)
 
     def fail_all(self, error: Exception) -> None:
         """End all requests with an error."""
-        for handle in [*self._schedule.running, *self._schedule.waiting]:
-            self._end(handle, "error", error)
+        for request in [*self._schedule.running, *self._schedule.waiting]:
+            self._end(request, "error", error)
 
     def close(self) -> None:
         """Abort all requests."""
-        for handle in [*self._schedule.running, *self._schedule.waiting]:
-            self._end(handle, "aborted")
+        for request in [*self._schedule.running, *self._schedule.waiting]:
+            self._end(request, "aborted")
 
 
 def _end_of_part(cells: SequenceCells, end: int, room: int) -> int:

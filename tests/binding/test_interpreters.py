@@ -72,6 +72,7 @@ from pykvcache.arrays import KVCache
 import numpy as np
 keys, _ = KVCache().update(np.ones((1, 1, 2, 4)), np.ones((1, 1, 2, 4)))
 assert keys.shape == (1, 1, 2, 4)
+import pykvcache.simulate
 """
     assert child(f"run({code!r}); print('end')") == "end\n"
 

@@ -6,9 +6,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from pykvcache._closing import Closing
 from pykvcache._native import lib
 from pykvcache._params import check_params
@@ -38,8 +35,6 @@ from pykvcache.state import LlamaFileMethods
 __all__ = ["LlamaContext", "open_context"]
 
 _log = logging.getLogger("pykvcache")
-
-FloatArray = npt.NDArray[np.float32]
 
 
 class LlamaContext(

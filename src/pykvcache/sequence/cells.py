@@ -32,43 +32,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, eq=False)
 class PutBack:
-    """What is kept of a parked sequence.
+    """The saved state of a parked sequence: `put` restores it under an id.
 
-    Attributes
-    ----------
-    put
-        Called with an id, it makes the memory hold the sequence there.
-    least
-        Shortest length to which the restored sequence can be truncated. Below it, window cells
-        are missing.
+    The restored sequence can be truncated to `least` tokens; below that, window cells are missing.
     """
 
     put: Callable[[int], object]
     least: int
-
-
-class Twins:
-    """A fork and its origin while they are equal: parked, they share one saved state.
-
-    Only a weak reference to the state is held here; the parked sequences own it.
-    """
-
-    __slots__ = ("_state",)
-
-    def __init__(self) -> None:
-        self._state: Callable[[], PutBack | None] = lambda: None
-
-    def is_parked_with(self, state: PutBack) -> bool:
-        """Whether this is the shared saved state."""
-        return self._state() is state
-
-    def state(self, take_out: Callable[[], PutBack]) -> PutBack:
-        """Return the shared saved state; create it if none of them is parked yet."""
-        known = self._state()
-        if known is None:
-            known = take_out()
-            self._state = weakref.ref(known)
-        return known
 
 
 class SequenceCells:
@@ -88,7 +58,9 @@ class SequenceCells:
         self.pins = 0
         self.branches: set[int] = set()  # points where other prompts diverge: checkpoint candidates
         self.stage: Stage | None = None
-        self._twins: tuple[tuple[int, int], Twins] | None = None  # keyed by (version, n_held)
+        # A fork and its origin share one saved state while they are equal: here it is, if one of
+        # them is parked. Keyed by (version, n_held).
+        self._twins: tuple[tuple[int, int], weakref.WeakSet[PutBack]] | None = None
         self._native = pool.native
         self.needs_points = self._native.has_rest
         self._has_state, self._has_window = self._native.has_state_part, self._native.has_window
@@ -150,7 +122,7 @@ class SequenceCells:
             raise
         self.state = None
         self.note()
-        if self._twins is not None and self._twins[1].is_parked_with(state):
+        if self._twins is not None and state in self._twins[1]:
             self._be_twin(self._twins[1])
 
     def park(self) -> None:
@@ -161,7 +133,7 @@ class SequenceCells:
         self.trim()
         if self.n_held:
             try:
-                self.state = self.twins.state(self._taken_out)
+                self.state = self._saved()
             except UnsupportedOperation:
                 self._emptied()
         self._disown()
@@ -181,15 +153,23 @@ class SequenceCells:
         data = native.get_state(seq_id, None, spare=True)
         return PutBack(lambda dst: native.set_state(dst, [data], None), least)
 
+    def _saved(self) -> PutBack:
+        """Return the saved state that equal sequences share; save it if none of them is parked."""
+        state = next(iter(self.twins), None)
+        if state is None:
+            state = self._taken_out()
+            self.twins.add(state)
+        return state
+
     @property
-    def twins(self) -> Twins:
-        """Sequences equal to this one, which is live and verified."""
+    def twins(self) -> weakref.WeakSet[PutBack]:
+        """The saved state of sequences equal to this one, which is live and verified."""
         name = self.ledger.version, self.n_held
         if self._twins is None or self._twins[0] != name:
-            self._twins = name, Twins()
+            self._twins = name, weakref.WeakSet()
         return self._twins[1]
 
-    def _be_twin(self, twins: Twins) -> None:
+    def _be_twin(self, twins: weakref.WeakSet[PutBack]) -> None:
         self._twins = (self.ledger.version, self.n_held), twins
 
     def renounce(self) -> None:
@@ -538,7 +518,7 @@ class SequenceCells:
                 child.points = self.points.up_to(child.n_held)
                 return
             try:
-                child.state = self.twins.state(self._taken_out)
+                child.state = self._saved()
             except UnsupportedOperation:
                 return  # evaluated again
         else:

@@ -32,20 +32,7 @@ class Embedder(Closing):
         self._lock = threading.Lock()  # one batch at a time: its rows are read afterwards
 
     def embed(self, texts: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.float32]:
-        """Return embeddings of unit length; float32, shape (len(texts), n_embd).
-
-        Uses the model's pooling, or the mean over the tokens if it has none.
-
-        Parameters
-        ----------
-        texts
-            Token ids of each text.
-
-        Raises
-        ------
-        ArgumentError
-            A text has no tokens, or more than the context for embeddings.
-        """
+        """Return the embeddings of tokenized texts, as in `LLM.embed`."""
         with self._lock:
             ctx = self._ctx = self._ctx or self._open()
         for ids in texts:

@@ -37,13 +37,7 @@ class UnsupportedPattern(Exception):
 
 
 def convertible_pattern(pattern: str) -> str:
-    """Return a pattern for llama.cpp's converter that allows only texts that `pattern` allows.
-
-    Raises
-    ------
-    UnsupportedPattern
-        It is not a regular expression, or a part of it has no equivalent.
-    """
+    """Return a pattern for llama.cpp's converter that allows only texts that `pattern` allows."""
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:

@@ -91,13 +91,7 @@ def _mapping(value: object) -> dict[Any, Any]:
 
 
 def schema_grammar(schema: Schema, *, strict: bool) -> str:
-    """Return the GBNF grammar of the JSON texts that a schema allows.
-
-    Raises
-    ------
-    GrammarError
-        The schema cannot become a grammar, or with `strict` has keywords that would be ignored.
-    """
+    """Return the GBNF grammar of the JSON texts that a schema allows; see `convertible`."""
     from pykvcache._native import chat_format
 
     what = "json_schema"

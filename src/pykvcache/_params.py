@@ -86,15 +86,7 @@ def default_threads(model_size: int) -> tuple[int, int]:
 
 
 def check_params(model: LlamaModel, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return every field of ``llama_context_params`` that is set, validated.
-
-    Raises
-    ------
-    TypeError, ValueError
-        A value is invalid by itself.
-    ContextCreateError
-        Values that do not fit each other or this model.
-    """
+    """Return every field of ``llama_context_params`` that is set; raise like `LlamaContext`."""
     if model.vocab_only:
         raise ContextCreateError(
             "the model was loaded with vocab_only=True: it has no weights", "model"

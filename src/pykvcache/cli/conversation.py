@@ -41,23 +41,13 @@ def closing_quote(prompt: str) -> tuple[str, ...]:
 
 @dataclass
 class TurnFigures:
-    """Tokens of a turn's prompt and answer, seconds, and how the answer ended.
-
-    Attributes
-    ----------
-    reused, evaluated
-        Tokens of the prompt that were in the cache, and the others.
-    is_evaluated
-        False where the answer was interrupted before its first token.
-    dropped
-        Turns that were dropped to make room.
-    """
+    """Tokens of a turn's prompt and answer, seconds, and how the answer ended."""
 
     n_prompt: int = 0
-    reused: int = 0
-    evaluated: int = 0
-    is_evaluated: bool = False
-    dropped: int = 0
+    reused: int = 0  # tokens of the prompt that were in the cache
+    evaluated: int = 0  # the other tokens of the prompt
+    is_evaluated: bool = False  # whether the answer came to its first token
+    dropped: int = 0  # turns that were dropped to make room
     generated: int = 0
     evaluating: float = 0.0
     generating: float = 0.0

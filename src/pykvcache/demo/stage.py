@@ -44,20 +44,13 @@ ELSEWHERE = (64, 100, 300)
 
 @dataclass(frozen=True)
 class Script:
-    """The texts for one kind of model.
+    """The texts for one kind of model."""
 
-    Attributes
-    ----------
-    prompt
-        The beginning of the story, with the facts that the questions ask for.
-    questions
-        Three questions. Each ends where the model's answer begins.
-    scene
-        What the story continues with when the model has ended it.
-    """
-
+    #: The beginning of the story, with the facts that the questions ask for.
     prompt: str
+    #: Each ends where the model's answer begins.
     questions: tuple[str, str, str]
+    #: Continues the story when the model has ended it.
     scene: str
 
 

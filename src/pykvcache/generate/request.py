@@ -51,21 +51,8 @@ class RequestTimes:
 class GenerationRequest:
     """A request inside its generator; users have a `GenerationHandle`, which can be dropped.
 
-    Parameters
-    ----------
-    generator
-        Makes its tokens.
-    sequence
-        The sequence it continues.
-    max_tokens
-        Maximum number of new tokens.
-    sampler, stop, n_logprobs, priority
-        As in `BatchGenerator.submit`.
-    order
-        Number in order of submission.
-    is_owned
-        Whether the request created its sequence: it closes it at the end, and only its handle
-        refers to it.
+    It is number `order` in order of submission. If it `is_owned`, the request created its sequence:
+    it closes it at the end, and only its handle refers to it.
     """
 
     def __init__(

@@ -37,18 +37,9 @@ class Checkpoint:
 
 @dataclass(frozen=True, eq=False)
 class WindowChunk:
-    """Window cells of consecutive tokens; shared by forks.
+    """Serialized window cells of `n` consecutive tokens from `first` on; shared by forks.
 
-    Attributes
-    ----------
-    first
-        The first token.
-    n
-        Number of cells.
-    used
-        Number of leading cells that still belong to the sequence's tokens.
-    cells
-        Serialized cells.
+    The leading `used` cells still belong to the sequence's tokens.
     """
 
     first: int
@@ -106,20 +97,13 @@ POINTS = CheckpointPolicy()
 
 @dataclass(slots=True, eq=False)
 class Checkpoints:
-    """The checkpoints of one sequence: states, window cells, and one row of logits.
+    """The checkpoints of one sequence: states, window cells, and one row of logits."""
 
-    Attributes
-    ----------
-    states
-        Recurrent states, by number of tokens.
-    windows
-        Window cells, by first token; no token is in two chunks.
-    row
-        Number of tokens, and the logits after them: a cache keeps those of a prompt's end.
-    """
-
+    #: By number of tokens.
     states: list[Checkpoint] = field(default_factory=list)
+    #: By first token; no token is in two chunks.
     windows: list[WindowChunk] = field(default_factory=list)
+    #: Number of tokens, and the logits after them: a cache keeps those of a prompt's end.
     row: tuple[int, npt.NDArray[np.float32]] | None = None
 
     def __iter__(self) -> Iterator[Checkpoint | WindowChunk]:

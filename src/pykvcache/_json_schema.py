@@ -1,7 +1,7 @@
-"""JSON schemas: as grammars, by llama.cpp's converter, and held against values.
+"""JSON schemas: as grammars, by llama.cpp's converter, and as checks of values.
 
-The converter ignores in silence what it does not know. Here a schema is written anew with the
-keywords that it takes, and the others are named.
+The converter silently ignores unknown keywords. So a schema is rewritten with the keywords that
+the converter supports, and the other keywords are reported.
 """
 
 from __future__ import annotations

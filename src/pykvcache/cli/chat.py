@@ -212,7 +212,7 @@ def _delayed_ctrl_c() -> Iterator[None]:
 
 
 def _id_of(path: str) -> FileId | None:
-    """Return what changes when a file is written or replaced; None where there is none."""
+    """Return the identity of a file, which a write changes; None if the file does not exist."""
     with contextlib.suppress(OSError):
         return file_id(path)
     return None

@@ -34,7 +34,7 @@ _QUOTES = {'"': '"', "\u201c": "\u201d", "\u00ab": "\u00bb", "`": "`"}
 
 
 def closing_quote(prompt: str) -> tuple[str, ...]:
-    """Return the quote that ends an answer, where the prompt ends with an opening quote."""
+    """Return the quote that ends an answer if the prompt ends with an opening quote."""
     quote = _QUOTES.get(prompt[-1:])
     return () if quote is None else (quote,)
 
@@ -71,7 +71,7 @@ class Conversation:
         The text of the tokens; empty while they are unknown, after an interrupted change.
     marks
         Length of the text and number of tokens before a message, by its index. A user's message
-        has none where the template has since rendered earlier messages in another way.
+        has none if the template has since rendered earlier messages in another way.
     metadata
         Of the file that it was loaded from; saved again.
     template
@@ -119,7 +119,7 @@ class Conversation:
         """Make the sequence hold a text; marks stay up to the first difference."""
         text, self.text = self.text, ""
         if text and whole.startswith(text):
-            # Tokens that the model chose stay, even where tokenizing the text would give others.
+            # Tokens that the model chose stay, even if tokenizing the text gives other tokens.
             self.sequence.append(self._tokens(whole[len(text) :], first=False))
         else:
             tokens = self._tokens(whole, first=True)
@@ -305,7 +305,7 @@ class Conversation:
 
     @classmethod
     def load(cls, ctx: LlamaContext, path: str, template: str | None = None) -> Conversation:
-        """Read a file of `save`, of which nothing is evaluated again.
+        """Read a file of `save`; its tokens are not evaluated again.
 
         Also reads a file of `LlamaSequence.save` with ``{"messages": [...]}`` as metadata, where
         the model has a template: the messages are rendered, and the common prefix is kept.
@@ -363,7 +363,7 @@ def _messages(given: Any) -> list[dict[str, str]]:
 
 
 def _other_types(path: str, found: StateInfo, ctx: LlamaContext) -> StateLayoutMismatch | None:
-    """Return an error that says what to do, where a file stores K and V in other types."""
+    """Return an error with the remedy if a file stores K and V in other types, else None."""
     theirs = {part: found.types.get(part) for part in ("k", "v")}
     here = ctx.memory_info
     ours = {"k": here.type_k.name.lower(), "v": here.type_v.name.lower()}

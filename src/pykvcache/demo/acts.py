@@ -172,7 +172,7 @@ def shift(stage: Stage, story: LlamaSequence) -> None:
 
 
 def _continue(one: LlamaSequence, n: int, sampler: Sampler, scene: list[int]) -> None:
-    """Generate up to n tokens in all; where the model ends its story, a new scene begins."""
+    """Generate up to n tokens in all; a new scene begins if the model ends its story."""
     while len(one) < n:
         for _ in one.generate(n - len(one), sampler):
             pass

@@ -97,7 +97,7 @@ class Schedule:
             del self.waiting[i]
             if head.cells.needs_points:
                 for other in self.waiting:
-                    self._waits_for_prefix(other)  # records where they part
+                    self._waits_for_prefix(other)  # adds the branch where the prompts diverge
 
     def cached(self, request: GenerationRequest) -> Request | None:
         """Return the cache's record of a request's sequence; None without a cache."""
@@ -176,7 +176,7 @@ class Schedule:
             ):
                 same = common_prefix(other.shareable, mine.shareable)
                 if theirs.n_evaluated < same and same - own.n_evaluated >= least:
-                    # Take a state where they part.
+                    # Take a checkpoint where the prompts diverge.
                     other.cells.branches.add(same)
                     return True
         return False

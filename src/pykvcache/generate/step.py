@@ -138,7 +138,7 @@ class Stepper:
             raise
         if done.count(None) == len(done):
             return made
-        schedule.pool.count_step(tuple([h.cells for h in schedule.running]))
+        schedule.pool.count_step(tuple([request.cells for request in schedule.running]))
         # Waiting requests did not fit before; they do not fit now if nothing has changed.
         unchanged = (schedule.running, schedule.waiting) == before and False not in done
         if unchanged or not schedule.waiting or schedule.is_taken:
@@ -155,7 +155,7 @@ class Stepper:
         schedule = self._schedule
         together, done = True, False
         while not done:
-            able = [h for h in schedule.running if h.cells.ledger.is_active == is_active]
+            able = [one for one in schedule.running if one.cells.ledger.is_active == is_active]
             if not able:
                 return None
             try:

@@ -58,8 +58,8 @@ class SequenceCells:
         self.pins = 0
         self.branches: set[int] = set()  # points where other prompts diverge: checkpoint candidates
         self.stage: Stage | None = None
-        # A fork and its origin share one saved state while they are equal: here it is, if one of
-        # them is parked. Keyed by (version, n_held).
+        # The saved state that equal sequences (a fork and its origin) share while one of them is
+        # parked. Keyed by (version, n_held).
         self._twins: tuple[tuple[int, int], weakref.WeakSet[PutBack]] | None = None
         self._native = pool.native
         self.needs_points = self._native.has_rest
@@ -133,12 +133,12 @@ class SequenceCells:
         self.trim()
         if self.n_held:
             try:
-                self.state = self._saved()
+                self.state = self._shared_state()
             except UnsupportedOperation:
                 self._emptied()
         self._disown()
 
-    def _taken_out(self) -> PutBack:
+    def _save_state(self) -> PutBack:
         """Save the held tokens; of a window, include all cells that a rewind may need.
 
         Without a known layout, only the same context can restore it.
@@ -153,11 +153,11 @@ class SequenceCells:
         data = native.get_state(seq_id, None, spare=True)
         return PutBack(lambda dst: native.set_state(dst, [data], None), least)
 
-    def _saved(self) -> PutBack:
+    def _shared_state(self) -> PutBack:
         """Return the saved state that equal sequences share; save it if none of them is parked."""
         state = next(iter(self.twins), None)
         if state is None:
-            state = self._taken_out()
+            state = self._save_state()
             self.twins.add(state)
         return state
 
@@ -518,7 +518,7 @@ class SequenceCells:
                 child.points = self.points.up_to(child.n_held)
                 return
             try:
-                child.state = self._saved()
+                child.state = self._shared_state()
             except UnsupportedOperation:
                 return  # evaluated again
         else:

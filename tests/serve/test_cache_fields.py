@@ -57,7 +57,7 @@ def test_explicit_mode_writes_up_to_the_breakpoint_and_no_token_more(
     assert second["cached_tokens"] == written
 
 
-def test_explicit_mode_without_breakpoints_leaves_the_cache_out(serve: Callable[..., str]) -> None:
+def test_explicit_mode_without_breakpoints_does_not_use_the_cache(serve: Callable[..., str]) -> None:
     address = serve()
     for _ in range(2):
         found = ask(address, [part(STORY)], prompt_cache_options={"mode": "explicit"})
@@ -109,7 +109,7 @@ def test_ends_of_messages_are_where_their_texts_end(engine: Engine) -> None:
         assert text.rstrip('"').endswith(message["content"].strip()[:-1])
 
 
-def test_prompts_are_those_of_the_template_alone(engine: Engine) -> None:
+def test_breakpoints_do_not_change_the_rendered_prompt(engine: Engine) -> None:
     messages = [{"role": "user", "content": [part("What has Tom?", **BREAK)]}]
     plain = [{"role": "user", "content": "What has Tom?"}]
     tokens = engine.llm.chat_tokens(plain)

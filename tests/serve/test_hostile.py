@@ -136,7 +136,7 @@ def replaced(thing: Any, value: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("path", WHOLE)
-def test_a_part_of_another_type_is_a_clients_error(address: str, path: str) -> None:
+def test_a_field_of_the_wrong_type_is_a_client_error(address: str, path: str) -> None:
     with httpx.Client(base_url=address, timeout=60) as client:
         for value in (5, [1], {"a": 1}, "json_object"):
             for body in replaced(WHOLE[path], value):

@@ -198,7 +198,7 @@ def test_a_link_stays_and_its_target_is_replaced(
 
 
 @pytest.mark.parametrize("name", ["x" * 255, "\N{PILE OF POO}" * 60, "\udcff.state"])
-def test_every_name_that_the_system_has_can_be_used(
+def test_every_valid_file_name_works(
     name: str, two: tuple[SequenceState, SequenceState], tmp_path: Path
 ) -> None:
     for path in (tmp_path / name, os.fspath(tmp_path / name)):
@@ -250,7 +250,7 @@ def facts(state: SequenceState | ContextState) -> list[str]:
     return facts
 
 
-def test_facts_do_not_lie_in_the_file(make_context: ContextFactory, tmp_path: Path) -> None:
+def test_facts_survive_truncation_of_the_file(make_context: ContextFactory, tmp_path: Path) -> None:
     """Reading what was cut away would end the process."""
     ctx = make_context("llama")
     ctx.decode(WORDS[:50])
@@ -265,7 +265,7 @@ def test_facts_do_not_lie_in_the_file(make_context: ContextFactory, tmp_path: Pa
     assert (facts(one), facts(everything)) == before
 
 
-def test_not_mapped_nothing_lies_there(make_context: ContextFactory, tmp_path: Path) -> None:
+def test_unmapped_states_do_not_need_their_file(make_context: ContextFactory, tmp_path: Path) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:50])
     held = cells_of(ctx, 0)

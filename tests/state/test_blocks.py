@@ -93,7 +93,7 @@ def _moved(parts: Any, ctx: LlamaContext) -> Any:
 
 
 @pytest.mark.parametrize("case", WINDOWED, ids=str)
-def test_the_range_of_a_window_is_what_its_cells_say(case: Case, bench: MakeBench) -> None:
+def test_window_range_matches_the_cells(case: Case, bench: MakeBench) -> None:
     b = bench(case, **LONG)
     native = b.ctx.native
     assert native.window_range(0) == (0, 0)
@@ -221,7 +221,7 @@ def test_parts_that_do_not_make_a_sequence_are_refused(case: Case, bench: MakeBe
 
 
 @pytest.mark.parametrize("case", [c for c in WITH_STATES if c.info.has_recurrent_state], ids=str)
-def test_a_state_is_its_bytes_and_says_where_it_ends(case: Case, bench: MakeBench) -> None:
+def test_a_state_part_survives_a_round_trip_and_knows_its_end(case: Case, bench: MakeBench) -> None:
     b = bench(case, **LONG)
     native = b.ctx.native
     assert native.get_state_part(0).end == 0
@@ -246,7 +246,7 @@ def test_a_state_is_its_bytes_and_says_where_it_ends(case: Case, bench: MakeBenc
     b.check()
 
 
-def test_a_part_of_a_block_counts(bench: MakeBench) -> None:
+def test_only_the_used_cells_of_a_block_are_restored(bench: MakeBench) -> None:
     for case in WITH_STATES:
         if case.info.has_recurrent_state or not case.swa_full:
             continue
@@ -262,7 +262,7 @@ def test_a_part_of_a_block_counts(bench: MakeBench) -> None:
         b.check(0, 1, n=2)
 
 
-def test_cells_that_are_not_there_and_bytes_that_do_not_fit(bench: MakeBench) -> None:
+def test_missing_cells_and_wrong_sizes_are_refused(bench: MakeBench) -> None:
     case = next(c for c in WITH_STATES if c.name == "llama" and c.unified)
     b = bench(case, n_seq_max=3)
     b.feed(0, 20)

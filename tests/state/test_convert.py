@@ -69,7 +69,7 @@ def check_bound(source: Part, target: Part, kind: str) -> None:
         assert error.any() or old.type != 0  # from f32 something is always rounded
 
 
-def test_every_type_becomes_every_other(make_context: ContextFactory) -> None:
+def test_every_type_converts_to_every_other(make_context: ContextFactory) -> None:
     contexts = {kind: make_context(NAME, **options(kind)) for kind in TYPES}
     states: dict[str, SequenceState] = {}
     for kind, ctx in contexts.items():
@@ -107,7 +107,7 @@ def test_logits_are_as_close_as_those_of_a_context_of_that_type(
 
 
 @pytest.mark.parametrize("unified", [True, False])
-def test_a_whole_context_is_converted_also_where_streams_are_empty(
+def test_a_whole_context_is_converted_even_if_streams_are_empty(
     unified: bool, make_context: ContextFactory, fresh_logits: FreshLogits
 ) -> None:
     layout = {"kv_unified": unified, "n_ctx": 1024}

@@ -123,7 +123,7 @@ def test_a_prefix_of_a_window_is_right_or_refused(
 
 
 @pytest.mark.parametrize("name", ["mamba", "jamba", "lfm2_swa"])
-def test_a_state_is_one(name: str, make_context: ContextFactory) -> None:
+def test_a_recurrent_state_cannot_be_cut_or_joined(name: str, make_context: ContextFactory) -> None:
     ctx = make_context(name)
     ctx.decode(WORDS[:20])
     state = ctx.sequence_state(0)

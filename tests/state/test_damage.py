@@ -189,7 +189,7 @@ def test_file_errors_begin_with_the_name(
             assert str(error.value).count("a: ") == 1
 
 
-def test_one_kind_is_not_the_other(make_context: ContextFactory, tmp_path: Path) -> None:
+def test_sequence_files_are_not_context_files(make_context: ContextFactory, tmp_path: Path) -> None:
     ctx = make_context("llama")
     saved(ctx, "sequence", tmp_path / "one")
     ctx.clear_kv_cache()
@@ -207,7 +207,7 @@ def test_one_kind_is_not_the_other(make_context: ContextFactory, tmp_path: Path)
         ctx.restore_sequence(ContextState.load(tmp_path / "all"), 1)  # type: ignore[arg-type]
 
 
-def test_another_version_is_named(
+def test_an_unsupported_version_is_named(
     make_context: ContextFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ctx = make_context("llama")

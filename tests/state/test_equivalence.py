@@ -165,7 +165,7 @@ def test_the_first_position_of_a_recurrent_sequence_is_kept(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_empty_sequence_empties(
+def test_restoring_an_empty_sequence_empties_the_target(
     case: Case, make_context: ContextFactory, tmp_path: Path
 ) -> None:
     ctx = build(make_context, case)
@@ -179,7 +179,7 @@ def test_an_empty_sequence_empties(
     assert ctx.sequences() == {}
 
 
-def test_a_resting_sequence_whose_window_cells_were_all_reused(
+def test_an_idle_sequence_whose_window_cells_were_all_reused(
     model: Callable[..., LlamaModel], make_context: ContextFactory, tmp_path: Path
 ) -> None:
     """The two parts end differently, which is valid: the next token sees no window cells."""

@@ -25,7 +25,7 @@ xxhash = pytest.importorskip("xxhash")
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "jamba"])
-def test_others_can_read_it(name: str, make_context: ContextFactory, tmp_path: Path) -> None:
+def test_safetensors_can_read_states(name: str, make_context: ContextFactory, tmp_path: Path) -> None:
     from safetensors.numpy import load_file
 
     ctx = make_context(name, flash_attn="enabled")
@@ -55,7 +55,7 @@ def test_others_can_read_it(name: str, make_context: ContextFactory, tmp_path: P
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0"])
-def test_types_that_others_have_and_have_not(
+def test_types_with_and_without_a_safetensors_equivalent(
     kind: str, make_context: ContextFactory, tmp_path: Path
 ) -> None:
     ctx = make_context("llama_h64", type_k=kind, type_v=kind, flash_attn="enabled")
@@ -159,7 +159,7 @@ META: dict[str, Any] = {
 }
 
 
-def test_metadata_comes_back(make_context: ContextFactory, tmp_path: Path) -> None:
+def test_metadata_survives_a_round_trip(make_context: ContextFactory, tmp_path: Path) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:5])
     ctx.save_sequence(tmp_path / "a", 0, metadata=META)
@@ -215,7 +215,7 @@ def test_metadata_that_no_file_can_hold(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tokens_are_as_many_as_positions(make_context: ContextFactory, tmp_path: Path) -> None:
+def test_token_count_must_match_positions(make_context: ContextFactory, tmp_path: Path) -> None:
     for name in ("llama", "gemma3", "mamba", "jamba"):
         ctx = make_context(name)
         ctx.decode(WORDS[:20], seq_id=1)
@@ -233,7 +233,7 @@ def test_tokens_are_as_many_as_positions(make_context: ContextFactory, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_of_a_state_can_be_changed(make_context: ContextFactory, tmp_path: Path) -> None:
+def test_states_are_immutable(make_context: ContextFactory, tmp_path: Path) -> None:
     ctx = make_context("jamba")
     tokens = WORDS[:20].copy()
     ctx.decode(tokens)
@@ -272,7 +272,7 @@ def test_nothing_of_a_state_can_be_changed(make_context: ContextFactory, tmp_pat
             SequenceState.from_bytes(bad)  # type: ignore[arg-type]
 
 
-def test_checksums_that_are_not_installed_have_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checksum_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pykvcache.state.container._xxh3", lambda: None)
     from pykvcache.state.container import best_checksum, find_checksum
 

@@ -52,7 +52,7 @@ def split(folder: Path, *, seed: int = 0) -> list[Path]:
     return sorted(folder.glob("parts-*.gguf"))
 
 
-def test_that_of_a_model_is_the_digest_of_the_document(model_folder: Path, tmp_path: Path) -> None:
+def test_a_model_fingerprint_is_the_digest_that_the_docs_define(model_folder: Path, tmp_path: Path) -> None:
     """Of the header and samples of each tensor, in all files of a split model."""
     paths = [make_model(name, model_folder) for name in ("llama", "gemma3", "mamba", "jamba")]
     paths.append(quantized(tmp_path / "Q4_0", Kind.Q4_0))
@@ -85,7 +85,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_file_that_changed_after_it_was_loaded_names_nothing(
+def test_a_file_that_changed_after_loading_has_no_fingerprint(
     what: str, model_folder: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "model.gguf"
@@ -113,7 +113,7 @@ def test_a_file_that_changed_after_it_was_loaded_names_nothing(
         other.save_sequence(tmp_path / "b", 0)
 
 
-def test_all_parts_of_a_split_model_count(tmp_path: Path, make_context: ContextFactory) -> None:
+def test_a_fingerprint_covers_all_parts_of_a_split_model(tmp_path: Path, make_context: ContextFactory) -> None:
     folders = [tmp_path / name for name in ("a", "b", "c")]
     for folder, seed in zip(folders, (0, 0, 1), strict=True):
         folder.mkdir()
@@ -137,7 +137,7 @@ def test_all_parts_of_a_split_model_count(tmp_path: Path, make_context: ContextF
         other.close()
 
 
-def test_a_model_that_was_closed_or_whose_folder_was_left(
+def test_a_fingerprint_after_close_and_after_chdir(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path = make_model("llama", model_folder)
@@ -177,7 +177,7 @@ def record(
         ("mamba", {}, [b"\0"] * 2),
     ],
 )
-def test_the_rotations(
+def test_the_rope_digest_is_the_one_that_the_docs_define(
     name: str, options: dict[str, Any], records: list[bytes], make_context: ContextFactory
 ) -> None:
     ctx = make_context(name, **options)
@@ -186,7 +186,7 @@ def test_the_rotations(
     assert found == hashlib.sha256(b"".join(records)).hexdigest()
 
 
-def test_that_of_yarn(make_context: ContextFactory) -> None:
+def test_the_rope_digest_with_yarn(make_context: ContextFactory) -> None:
     yarn = {
         "rope_scaling_type": "yarn",
         "rope_freq_scale": 0.5,

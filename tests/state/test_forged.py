@@ -212,7 +212,7 @@ def first_part(text: Text) -> None:
 
 
 @pytest.mark.parametrize("what", UNFIT)
-def test_a_misfit_changes_nothing(what: str, make_context: ContextFactory) -> None:
+def test_a_state_that_does_not_fit_changes_nothing(what: str, make_context: ContextFactory) -> None:
     name, edit, error = UNFIT[what]
     ctx = make_context(name)
     ctx.decode(WORDS[:12], seq_id=1)
@@ -246,7 +246,7 @@ WHOLE: dict[str, Edit] = {
 
 
 @pytest.mark.parametrize("what", WHOLE)
-def test_a_context_that_makes_no_sense_is_damaged(what: str, make_context: ContextFactory) -> None:
+def test_an_inconsistent_context_state_is_damaged(what: str, make_context: ContextFactory) -> None:
     ctx = make_context("llama")
     for seq in range(3):
         ctx.decode(WORDS[:4], seq_id=seq)

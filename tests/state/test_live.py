@@ -99,7 +99,7 @@ def test_the_rest_of_an_aborted_decode_is_not_saved_but_replaced(
     ctx.context_state()
 
 
-def test_every_method_of_a_closed_context_says_so(
+def test_every_method_of_a_closed_context_raises_closed_error(
     make_context: ContextFactory, tmp_path: Path
 ) -> None:
     ctx, fresh = make_context("llama"), make_context("llama")

@@ -93,7 +93,7 @@ def test_a_file_is_a_header_tokens_and_the_state(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_memory_goes_through_a_file(
+def test_every_memory_survives_a_round_trip_through_a_file(
     case: Case, make_context: ContextFactory, fresh_logits: FreshLogits, tmp_path: Path
 ) -> None:
     ctx = make_context(case.name, **case.options)
@@ -112,7 +112,7 @@ def test_every_memory_goes_through_a_file(
 
 @pytest.mark.hazard("S11", "S12")
 @pytest.mark.parametrize("name", ["llama", "mamba", "jamba"])
-def test_tokens_are_as_many_as_the_positions(
+def test_token_count_must_match_positions(
     name: str, make_context: ContextFactory, tmp_path: Path
 ) -> None:
     ctx = make_context(name)
@@ -167,7 +167,7 @@ WRONG: dict[str, tuple[bytes, type[StateError]]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_tokens_that_cannot_be_are_refused(
+def test_invalid_packed_tokens_are_refused(
     name: str, taken: tuple[LlamaContext, bytes, bytes], tmp_path: Path
 ) -> None:
     ctx, sequence, _ = taken

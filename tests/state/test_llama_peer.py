@@ -125,7 +125,7 @@ for line in sys.stdin:
 """
 
 
-def test_slots_of_llama_server_go_both_ways(tmp_path: Path) -> None:
+def test_llama_server_slots_can_be_loaded_and_written(tmp_path: Path) -> None:
     """llama-server's slots load with their tokens, and our files load as its slots."""
     pytest.importorskip("xllamacpp", reason="xllamacpp is not installed: pip install xllamacpp")
     prompt = {"prompt": "Once upon a time", "n_predict": 8, "temperature": 0, "id_slot": 0}

@@ -166,7 +166,7 @@ def test_another_architecture(make_context: ContextFactory, tmp_path: Path) -> N
 
 
 @pytest.mark.hazard("S4", "S5", "S6")
-def test_streams_and_sequences_that_are_not_here(
+def test_streams_and_sequences_that_this_context_lacks(
     make_context: ContextFactory, tmp_path: Path
 ) -> None:
     ctx = make_context("llama")

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.hazard("S30")
 @forgetful
-def test_a_sequence_goes_back_to_every_state_that_was_taken(case: Case, bench: MakeBench) -> None:
+def test_a_sequence_rolls_back_to_every_partial_state(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     taken = {}
     for more in (3, 17, 41, 38):
@@ -59,7 +59,7 @@ def test_a_sequence_goes_back_to_every_state_that_was_taken(case: Case, bench: M
 
 
 @forgetful
-def test_it_costs_a_window_or_a_state_and_not_the_sequence(case: Case, bench: MakeBench) -> None:
+def test_a_partial_state_has_the_size_of_a_window_or_a_state(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     b.feed(0, 100)
     early = b.ctx.get_partial_state(0)
@@ -74,7 +74,7 @@ def test_it_costs_a_window_or_a_state_and_not_the_sequence(case: Case, bench: Ma
 
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
-def test_a_recurrent_state_begins_where_it_began(case: Case, bench: MakeBench) -> None:
+def test_a_rollback_keeps_the_first_position_of_a_recurrent_state(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     words = b.prompt(5)
     b.ctx.decode(LlamaBatch.from_arrays(words, np.arange(10, 15), 0))
@@ -101,7 +101,7 @@ def is_aborted(b: Bench, before: PartialState, delay: float) -> bool:
 
 
 @pytest.mark.parametrize("case", [c for c in FORGETFUL if c.swa_full], ids=str)
-def test_it_cures_an_aborted_decode(case: Case, bench: MakeBench) -> None:
+def test_a_partial_state_repairs_an_aborted_decode(case: Case, bench: MakeBench) -> None:
     b = bench(case, n_ctx=16384, n_batch=4096)
     b.feed(0, 40)
     b.feed(1, 40)
@@ -250,7 +250,7 @@ def test_a_window_full_of_forks_refuses_and_nothing_changes(make_context: Contex
     assert np.abs(next_logits(ctx, 0) - next_logits(ctx, 4)).max() < RIGHT
 
 
-def test_it_belongs_to_one_context(make_context: ContextFactory) -> None:
+def test_a_partial_state_belongs_to_one_context(make_context: ContextFactory) -> None:
     for name in ("gemma3", "mamba", "jamba", "lfm2_swa"):
         ctx, other = make_context(name), make_context(name)
         for each in (ctx, other):
@@ -271,7 +271,7 @@ def test_it_belongs_to_one_context(make_context: ContextFactory) -> None:
         assert not state.is_valid
 
 
-def test_only_a_partial_state_is_one(make_context: ContextFactory) -> None:
+def test_other_objects_are_not_partial_states(make_context: ContextFactory) -> None:
     ctx = make_context("jamba")
     ctx.decode([5, 6])
     state = ctx.get_partial_state(0)
@@ -288,7 +288,7 @@ def test_only_a_partial_state_is_one(make_context: ContextFactory) -> None:
             ctx.get_partial_state(seq)
 
 
-def test_memories_that_rewind_or_keep_nothing_say_so(make_context: ContextFactory) -> None:
+def test_memories_without_partial_states_are_refused(make_context: ContextFactory) -> None:
     jamba = make_context("jamba")
     state = jamba.get_partial_state(0)
     for name, why in (("llama", "clear_kv_cache_seq"), ("qwen2vl", "rewinds"),
@@ -300,7 +300,7 @@ def test_memories_that_rewind_or_keep_nothing_say_so(make_context: ContextFactor
                 call(0)
 
 
-def test_it_brings_no_logits(make_context: ContextFactory) -> None:
+def test_a_rollback_leaves_no_logits(make_context: ContextFactory) -> None:
     for name in ("gemma3", "mamba"):
         ctx = make_context(name)
         ctx.decode([5, 6])

@@ -112,7 +112,7 @@ def test_a_pending_stream_copy_is_applied_before_bytes_are_taken(
 
 
 @pytest.mark.parametrize("kind", [bytearray, np.zeros, memoryview])
-def test_the_caller_may_bring_the_buffer(kind: Any, make_context: ContextFactory) -> None:
+def test_the_caller_may_pass_a_buffer(kind: Any, make_context: ContextFactory) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:20])
     want = ctx.get_state(0)
@@ -140,7 +140,7 @@ def test_the_caller_may_bring_the_buffer(kind: Any, make_context: ContextFactory
     ],
     ids=["read-only", "small", "strided", "objects", "str", "int"],
 )
-def test_a_buffer_that_will_not_do_is_refused(
+def test_an_unsuitable_buffer_is_refused(
     out: Any, error: type[Exception], make_context: ContextFactory
 ) -> None:
     ctx = make_context("llama")
@@ -287,7 +287,7 @@ def test_a_full_cache_refuses_and_stays_unchanged(make_context: ContextFactory) 
 
 
 @pytest.mark.hazard("S28")
-def test_an_empty_state_empties(make_context: ContextFactory) -> None:
+def test_restoring_an_empty_state_empties_the_target(make_context: ContextFactory) -> None:
     for name in ("llama", "gemma3", "mamba", "jamba"):
         ctx = make_context(name)
         nothing, empty = ctx.get_state(0), ctx.get_state()
@@ -300,7 +300,7 @@ def test_an_empty_state_empties(make_context: ContextFactory) -> None:
 
 
 @pytest.mark.hazard("S32")
-def test_a_restore_brings_no_logits(make_context: ContextFactory) -> None:
+def test_a_restored_sequence_has_no_logits(make_context: ContextFactory) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:10])
     row = ctx.logits()
@@ -311,7 +311,7 @@ def test_a_restore_brings_no_logits(make_context: ContextFactory) -> None:
         ctx.logits()
 
 
-def test_memories_without_states_say_so(make_context: ContextFactory) -> None:
+def test_memories_without_states_are_refused(make_context: ContextFactory) -> None:
     for name in ("bert", "t5"):
         ctx = make_context(name, n_seq_max=1)
         for call in (ctx.state_size, ctx.get_state, lambda c=ctx: c.set_state(b"")):

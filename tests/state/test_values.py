@@ -208,7 +208,7 @@ def test_recurrent_arrays_whose_products_overflow_are_refused(make_context: Any)
         ctx.write_kv(replace(arrays, recurrent=replace(arrays.recurrent, layers=layers)), 1)
 
 
-def test_a_value_that_lies_in_two_pieces_is_seen(make_context: Any) -> None:
+def test_a_value_split_over_two_pieces_is_checked(make_context: Any) -> None:
     ctx = make_context("llama", type_k="f32")
     ctx.decode(WORDS[:12])
     state = ctx.get_state(0)

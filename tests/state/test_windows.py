@@ -70,7 +70,7 @@ def test_raw_states_are_those_of_llama_cpp(case: Case, bench: MakeBench) -> None
 
 @pytest.mark.parametrize("flash_attn", ["disabled", "enabled"])
 @pytest.mark.parametrize("case", [c for c in CUT if not c.swa_full], ids=str)
-def test_spare_cells_are_dropped_without_room(
+def test_spare_cells_are_dropped_if_there_is_no_room(
     case: Case, flash_attn: str, bench: MakeBench
 ) -> None:
     """With and without transposed values, and with any other sequences."""
@@ -106,7 +106,7 @@ def test_spare_cells_are_dropped_without_room(
 
 
 @pytest.mark.parametrize("case", CUT, ids=str)
-def test_a_parked_sequence_and_one_of_a_file_go_back_by_one_evaluation(
+def test_parked_and_loaded_sequences_rewind_by_evaluating_one_token(
     case: Case, bench: MakeBench, tmp_path: Path
 ) -> None:
     b = bench(case, **LONG)
@@ -142,7 +142,7 @@ def in_window(ctx: LlamaContext, seq_id: int) -> set[int]:
 
 @pytest.mark.hazard("N51")
 @pytest.mark.parametrize("name", ["gemma3", "lfm2_swa"])
-def test_a_restore_takes_only_what_no_sequence_sees_any_more(
+def test_a_restore_reuses_only_window_cells_that_no_next_token_sees(
     name: str, make_context: ContextFactory, fresh_logits: FreshLogits
 ) -> None:
     """A full window cache gives up cells that the next token of their owner does not see."""

@@ -46,7 +46,7 @@ class Writer(ABC):
         """Return the whole answer; called after `finish`."""
 
     async def keep(self) -> None:  # noqa: B027 (optional)
-        """Store the answer, where the client asks for it; called before `finish`."""
+        """Store the answer, if the client asks for it; called before `finish`."""
 
     def deltas(self, piece: Piece) -> list[Delta]:
         """Return the new parts of a chat's message."""
@@ -88,7 +88,7 @@ async def answer(
     make_writer
         Called when the job runs.
     is_stream
-        Whether events are sent, or the body.
+        Whether to send events; otherwise the body is sent.
     """
     writers: list[Writer] = []
 
@@ -131,9 +131,9 @@ class Part:
     id
         Generated here.
     call_id, name
-        Of a tool call.
+        Id and name of a tool call.
     text
-        Its text so far; of a call, the arguments as JSON.
+        Its text so far; for a call, the arguments as JSON.
     """
 
     kind: Literal["reasoning", "text", "call"]

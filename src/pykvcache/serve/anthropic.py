@@ -112,7 +112,7 @@ def _texts(content: Any, where: str) -> str | list[dict[str, Any]]:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind != "text" or not isinstance(block.get("text"), str):
             what = "image input is not supported: " if kind == "image" else ""
-            told = f"{what}{where} has a block of type {kind!r}, and this server reads text"
+            told = f"{what}{where} has a block of type {kind!r}, but this server reads only text"
             raise ApiError(400, told, param=where)
         part = {"type": "text", "text": block["text"]}
         # Anthropic's default is 5 minutes.
@@ -239,7 +239,7 @@ class Diagnoses:
     def why(
         self, previous: str, new: Fingerprint, request: AnthropicRequest, n_cached: int
     ) -> dict[str, Any] | None:
-        """Return ``cache_miss_reason``; None where the request continues the previous one.
+        """Return ``cache_miss_reason``; None if the request continues the previous one.
 
         Parameters
         ----------

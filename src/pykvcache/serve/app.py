@@ -180,8 +180,8 @@ def is_loopback(host: str) -> bool:
 def _check_origin(http: Request) -> str | None:
     """Return the origin of the web page that sends the request, if one does and is allowed.
 
-    A server without keys refuses pages of other sites, also those whose host name resolves to
-    loopback (DNS rebinding).
+    A server without keys refuses pages of other sites, including those whose host name
+    resolves to loopback (DNS rebinding).
 
     Raises
     ------
@@ -205,7 +205,7 @@ def _check_origin(http: Request) -> str | None:
     if is_local or origin in state.origins or "*" in state.origins:
         return origin
     if needs_loopback:
-        raise ApiError(403, f"pages of {origin} may not ask this server: see --cors-origin")
+        raise ApiError(403, f"pages of {origin} may not call this server: see --cors-origin")
     return None
 
 
@@ -248,7 +248,7 @@ def _authorize(http: Request) -> str:
 
 
 async def _log(http: Request, status: int, begin: float) -> None:
-    """Log a request when its answer is sent, with its reuse and the reason for no more."""
+    """Log a request when its answer is sent, with its reuse and why no more was reused."""
     ms, tenant = 1e3 * (time.perf_counter() - begin), http.state.tenant
     path = http.url.path.encode("unicode_escape").decode("ascii")
     line = f"{http.method} {path} {status} {ms:.0f} ms" + (f" [{tenant}]" if tenant else "")
@@ -269,7 +269,7 @@ async def _log(http: Request, status: int, begin: float) -> None:
 
 
 async def _missing(http: Request) -> Response:
-    raise ApiError(404, f"{http.method} {http.url.path} is no endpoint of this server")
+    raise ApiError(404, f"{http.method} {http.url.path} is not an endpoint of this server")
 
 
 async def page(http: Request) -> Response:

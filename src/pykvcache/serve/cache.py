@@ -26,12 +26,12 @@ __all__ = ["Recent", "clear", "metrics", "pin", "prefetch", "show", "why"]
 
 #: Most characters of the tree.
 MOST_CHARACTERS = 100_000
-#: How long `prefetch` waits. A longer one continues in the background.
+#: How long `prefetch` waits, in seconds. A longer prefetch continues in the background.
 PREFETCH_SECONDS = 10.0
 
 
 class Recent:
-    """The latest requests, with their reused tokens and the reason for no more."""
+    """The latest requests, with their reused tokens and why no more were reused."""
 
     def __init__(self, most: int = 200) -> None:
         self._requests: deque[tuple[str, dict[str, Any]]] = deque(maxlen=most)

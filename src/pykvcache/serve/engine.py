@@ -107,7 +107,7 @@ class Job:
     stop
         Strings that end a text.
     logprobs
-        How many of the likeliest tokens to report, per token.
+        Number of likeliest tokens to report for each generated token.
     namespace
         The tenant: nothing is shared across namespaces.
     use_cache
@@ -117,7 +117,7 @@ class Job:
     breakpoints
         Prefixes of the first prompt to keep, the shortest first.
     keep
-        How many of the prompt's first tokens go into the cache; None for all.
+        How many of the prompt's first tokens to cache; None for all.
     format
         How the model writes reasoning and tool calls, for a chat.
     """
@@ -149,7 +149,7 @@ class Piece:
     raw
         The same with special tokens, which mark reasoning and tool calls.
     tokens, logprobs
-        Token ids, and log-probabilities by token id where they were asked for.
+        Token ids, and log-probabilities by token id if they were requested.
     finish_reason
         How the sample ended; None while it runs.
     """
@@ -175,7 +175,7 @@ class Generation:
         self._n_tokens = [0] * len(handles)
 
     async def pieces(self, *, stream: bool) -> AsyncIterator[Piece]:
-        """Yield new parts of samples as they come, or without `stream` each whole sample."""
+        """Yield new parts of samples as they are generated; without `stream`, whole samples."""
         for handle in self._handles:
             handle.watch(self._waker(handle, every=stream))
         running = dict(enumerate(self._handles))
@@ -221,7 +221,7 @@ class Generation:
 
     @property
     def reuse(self) -> ReuseReport:
-        """Where the tokens of the prompts came from, summed up."""
+        """Where the tokens of the prompts came from, summed over the prompts."""
         reports = [
             getattr(handle.sequence, "reuse", ReuseReport(len(prompt), evaluated=len(prompt)))
             for prompt, handle in zip(self.job.prompts, self._handles[:: self.job.n], strict=True)
@@ -240,7 +240,7 @@ class Generation:
         return sum(len(handle.tokens) for handle in self._handles)
 
     def n_written(self, *, least_ttl: float = 0, most_ttl: float = float("inf")) -> int:
-        """Return how many tokens of the prompt breakpoints wrote whose TTL is in this range."""
+        """Return the number of prompt tokens written by breakpoints whose TTL is in this range."""
         n, cached = 0, self.n_cached
         for place in self.job.breakpoints if self.job.use_cache else ():
             new = max(place.n_tokens - cached, 0)
@@ -294,7 +294,7 @@ def sum_of(reports: list[ReuseReport]) -> ReuseReport:
 
 
 class Engine:
-    """Runs jobs on an `LLM`, whose generator gets a thread of its own.
+    """Runs jobs on an `LLM`, whose generator runs in its own thread.
 
     Parameters
     ----------
@@ -324,11 +324,11 @@ class Engine:
             log.warning(
                 "%s has no chat template: using ChatML (set another with --chat-template)", name
             )
-            # Without such a token in the vocabulary, the model writes it as text.
+            # The model writes <|im_end|> as text if its vocabulary has no such token.
             self.defaults = replace(self.defaults, template=CHATML, stop=("<|im_end|>",))
         self.pins = PinBoard(llm)
         self.last_used = time.monotonic()
-        # Of 262,144 tokens of Gemma it takes 60 ms to find them.
+        # Found once: for Gemma's 262,144 tokens this takes 60 ms.
         self.end_tokens = [t for t in range(llm.model.n_vocab) if llm.model.is_eog(t)]
         self.n_active = self._n_jobs = 0
         self._max_waiting, self._timeout = max_waiting, timeout
@@ -344,7 +344,7 @@ class Engine:
         """Count a request while it is queued or runs; refuse it if the queue is full."""
         if self._n_jobs >= self.llm.context.n_seq_max + self._max_waiting:
             raise ApiError(
-                429, f"the queue is full: {self._max_waiting} requests wait", retry_after=1
+                429, f"the queue is full: {self._max_waiting} requests are waiting", retry_after=1
             )
         self._n_jobs += 1
         try:
@@ -435,5 +435,5 @@ class Engine:
             self.last_used = time.monotonic()
 
     def close(self) -> None:
-        """Abort running jobs, write the tiers, free the model."""
+        """Abort running jobs, write pending blocks to the tiers, and free the model."""
         self.llm.close()

@@ -64,7 +64,7 @@ def tenant_of(http: Request) -> str:
 
 
 class Bodies:
-    """Reads bodies within limits: on one, on all that are read at once, and on their time.
+    """Reads bodies within limits: on the size of one, on the size of all in flight, and on time.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ class Bodies:
         Raises
         ------
         ApiError
-            408, 413 or 429: it is too slow, too large, or all bodies together are.
+            408: it is too slow; 413: it is too large; 429: all bodies together are too large.
         """
         parts: list[bytes] = []
         try:

@@ -90,7 +90,7 @@ class _CompletionWriter(Writer):
 
 
 async def tokenize(http: Request) -> Response:
-    """``POST /tokenize``: of a text (`content`, vLLM's `prompt`) or of messages."""
+    """``POST /tokenize``: the tokens of a text (`content`, vLLM's `prompt`) or of messages."""
     request = read(http, TokenizeRequest)
     async with models_of(http).engine(request.model) as engine:
         return Json(await asyncio.to_thread(_tokenize, engine, request))

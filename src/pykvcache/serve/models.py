@@ -24,7 +24,7 @@ def find_models(paths: Sequence[str], alias: str | None = None) -> dict[str, str
     Parameters
     ----------
     paths
-        Files, and folders, of which all GGUF files are taken.
+        Files, and folders; all GGUF files of a folder are served.
     alias
         Name of the model, if there is one file only.
 
@@ -33,7 +33,7 @@ def find_models(paths: Sequence[str], alias: str | None = None) -> dict[str, str
     FileNotFoundError
         A path does not exist, or a folder holds no GGUF.
     ValueError
-        Two files have one name, or an alias is given for several.
+        Two files have the same name, or an alias is given for several files.
     """
     files: list[Path] = []
     for given in paths:
@@ -48,7 +48,7 @@ def find_models(paths: Sequence[str], alias: str | None = None) -> dict[str, str
             raise ValueError(f"--alias names a single model, not {len(files)}")
         names = [alias]
     if len(set(names)) != len(names):
-        raise ValueError("two models have the same file name: rename one, or serve them apart")
+        raise ValueError("two models have the same file name: rename one, or run two servers")
     return dict(zip(names, map(os.fspath, files), strict=True))
 
 
@@ -151,7 +151,7 @@ class Models:
         return self._add(name, llm)
 
     async def _unload_oldest(self) -> bool:
-        """Unload the least recently used model; return False where all are in use."""
+        """Unload the least recently used model; return False if all are in use."""
         unused = [name for name, engine in self._engines.items() if not engine.n_active]
         if unused:
             await self._unload(min(unused, key=lambda name: self._engines[name].last_used))

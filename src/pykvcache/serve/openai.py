@@ -100,7 +100,7 @@ class _ChatWriter(_ChoiceWriter):
         return iter(())
 
     def logprobs(self, piece: Piece) -> dict[str, Any] | None:
-        """Return the log-probabilities of a piece; None where the request asks for none."""
+        """Return the log-probabilities of a piece; None if the request does not ask for them."""
         assert isinstance(self.request, ChatRequest)
         if not self.request.logprobs:
             return None
@@ -141,7 +141,7 @@ class _ChunkWriter(_ChatWriter):
 
 
 async def count_input_tokens(http: Request) -> Response:
-    """``POST /v1/chat/completions/input_tokens``, as llama-server has it."""
+    """``POST /v1/chat/completions/input_tokens``, as in llama-server."""
     request = read(http, TokenizeRequest)
     async with models_of(http).engine(request.model) as engine:
         prompt = await asyncio.to_thread(chat_prompt, engine, request.messages, tools=request.tools)

@@ -22,9 +22,9 @@ from pykvcache.serve.schemas import ChatRequest, Sampling, seconds
 
 __all__ = ["ChatPrompt", "chat_job", "chat_prompt", "prompts_of", "sampler_of"]
 
-#: Breakpoints per request; earlier ones are ignored.
+#: Maximum number of breakpoints per request; only the last ones are used.
 MOST_BREAKPOINTS = 4
-#: Latest ends of messages that become boundaries, next to the first one.
+#: How many of the latest message ends become boundaries, in addition to the first one.
 MOST_BOUNDARIES = 16
 #: Seconds for which a breakpoint without a ttl is kept: OpenAI's default.
 DEFAULT_TTL = 1800.0
@@ -35,16 +35,16 @@ _RESERVED |= {"parallel_tool_calls", "json_schema", "strict", "self"}
 
 # Fields that are arguments of `Sampler` by the same names.
 _SAMPLING = (*SETTINGS, "dry_sequence_breakers", "grammar", "json_schema")
-# Fields for which -1 is the whole context, llama-server's names first.
+# Fields for which -1 means the whole context, llama-server's names first.
 _LAST_N = {
     "repeat_last_n": "penalty_last_n",
     "dry_penalty_last_n": "dry_last_n",
     "penalty_last_n": "penalty_last_n",
     "dry_last_n": "dry_last_n",
 }
-# Other names in ``samplers``; adaptive-p always comes last, and there is no infill.
+# Other names in ``samplers``; None is ignored: adaptive-p always runs last, infill is missing.
 _STAGES = {"typ_p": "typical_p", "adaptive_p": None, "infill": None}
-# Fields that llama-server turns off by a negative number.
+# Fields that a negative number turns off in llama-server.
 _OFF = {"adaptive_target": None, "top_n_sigma": 0.0}
 
 _TEXTS = ("text", "input_text", "output_text", "refusal")
@@ -104,7 +104,7 @@ def chat_prompt(
     ttl
         Seconds for breakpoints that name none.
     continues
-        The last message is the assistant's, and the answer continues it.
+        Whether the answer continues the last message, which must be the assistant's.
     answers
         Whether the prompt ends with the beginning of an answer.
     variables
@@ -117,7 +117,7 @@ def chat_prompt(
         [True],
         [False, True],
     ):
-        told = "the messages must end with exactly one of the assistant to be continued"
+        told = "the messages must end with exactly one assistant message, which is continued"
         raise ApiError(400, told, param="messages")
     variables = _variables(variables, engine)
     model = engine.llm.model
@@ -181,7 +181,7 @@ def _texts(content: Any, where: str) -> list[str]:
         text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
         if kind not in _TEXTS or not isinstance(text, str):
             what = "image input is not supported: " if "image" in str(kind) else ""
-            told = f"{what}{where} has a part of type {kind!r}, and this server reads text only"
+            told = f"{what}{where} has a part of type {kind!r}, but this server reads only text"
             raise ApiError(400, told, param=where)
         found.append(text)
     return found
@@ -190,7 +190,8 @@ def _texts(content: Any, where: str) -> list[str]:
 def _call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ApiError(400, f"{where}.tool_calls: each has a function with a name", param=where)
+        told = f"{where}.tool_calls: each must have a function with a name"
+        raise ApiError(400, told, param=where)
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
@@ -241,14 +242,14 @@ def _ttl(thing: Mapping[str, Any], i: int, default: float) -> float | None:
     if wish is None:
         return None
     if not isinstance(wish, Mapping):
-        raise ApiError(400, "a breakpoint is an object", param=f"messages[{i}]")
+        raise ApiError(400, "a breakpoint must be an object", param=f"messages[{i}]")
     return seconds(wish["ttl"]) if wish.get("ttl") is not None else default
 
 
 def _counter(model: LlamaModel, text: str, tokens: npt.NDArray[np.int32]) -> Callable[[int], int]:
     """Return a function that counts the tokens before an index of the text.
 
-    A token across the index does not count.
+    A token that spans the index is not counted.
     """
     sizes = [len(model.token_to_piece(token, special=True)) for token in tokens.tolist()]
     ends = np.array(list(accumulate(sizes)), np.int64)
@@ -315,7 +316,7 @@ def chat_job(request: ChatRequest, tenant: str, engine: Engine) -> Job:
         template=engine.defaults.template,
         **variables,
     )
-    request.json_schema = None  # the format has it
+    request.json_schema = None  # the chat format includes the schema
     if keep is None and form.supports_reasoning and not tools:
         keep = n  # templates leave out earlier reasoning, unless tools are called
     held = {} if form.grammar is None or request.grammar is not None else {"chat_format": form}
@@ -409,7 +410,7 @@ def prompts_of(given: Any, *, depth: int = 0) -> list[list[str | list[int]]]:
             raise ApiError(400, f"{len(given)} prompts were given: at most 2048", param="prompt")
         return [prompt for one in given for prompt in prompts_of(one, depth=depth + 1)]
     raise ApiError(
-        400, "prompt is text, token ids, or a list of prompts, and not empty", param="prompt"
+        400, "prompt must be text, token ids, or a non-empty list of prompts", param="prompt"
     )
 
 

@@ -50,7 +50,7 @@ class Responses:
     secret
         Encrypts the responses in the tiers.
     max_bytes
-        Memory for the latest ones.
+        Bytes of memory for the latest responses.
     """
 
     #: Size of the largest response that is written to the tiers.
@@ -221,7 +221,7 @@ def as_chat(request: ResponseRequest, messages: list[dict[str, Any]]) -> ChatReq
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-        raise ApiError(400, "tools: this server knows functions only", param="tools")
+        raise ApiError(400, "tools: this server supports only functions", param="tools")
     keys = ("name", "description", "parameters", "strict")
     function = {key: tool[key] for key in keys if tool.get(key) is not None}
     return {"type": "function", "function": function}

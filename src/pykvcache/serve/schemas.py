@@ -27,8 +27,8 @@ __all__ = [
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Limit = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
-#: Tokens that penalties count; -1 is llama-server's "all of the context".
 Breaker = Annotated[str, Meta(max_length=40)]
+#: Tokens that penalties count; -1 is llama-server's "all of the context".
 LastN = Annotated[int, Meta(ge=-1, le=SETTINGS["penalty_last_n"].high)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Temperature = Annotated[float, Meta(ge=0, le=1e4)]
@@ -59,7 +59,7 @@ class Common(Struct, kw_only=True):
 
     @property
     def cache_ttl(self) -> float | None:
-        """Seconds for which breakpoints are kept; None where the request does not say."""
+        """Seconds for which breakpoints are kept; None if the request does not say."""
         ttl = (self.prompt_cache_options or {}).get("ttl")
         if ttl is None and self.prompt_cache_retention == "24h":
             return 86_400.0
@@ -275,7 +275,7 @@ def seconds(ttl: Any) -> float:
     Raises
     ------
     ApiError
-        400: it is neither, or not above 0 and at most a week.
+        400: it is neither, not positive, or more than a week.
     """
     found = 0.0
     if isinstance(ttl, int | float) and not isinstance(ttl, bool):

@@ -13,7 +13,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 __all__ = ["run"]
 
-#: Seconds after which a connection is closed that neither sends a whole request nor waits for one.
+#: Seconds after which a connection is closed if it sent no complete request and awaits no answer.
 IDLE_SECONDS = 30.0
 #: Connections at once; one more gets status 503.
 MOST_CONNECTIONS = 1024
@@ -25,7 +25,7 @@ class PatientProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
     """Closes connections that send no request."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Begin to watch."""
+        """Start to watch the connection."""
         super().connection_made(transport)
         self._n_done = -1
         self._look()

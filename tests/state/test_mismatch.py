@@ -174,7 +174,7 @@ def test_streams_and_sequences_that_this_context_lacks(
     ctx.save_context(tmp_path / "all")
     ctx.save_sequence(tmp_path / "a", 3)
     streams = make_context("llama", kv_unified=False, n_ctx=1024)
-    with refused(streams, StateLayoutMismatch, match="1 streams, but this context 4"):
+    with refused(streams, StateLayoutMismatch, match="1 streams, but this context has 4"):
         streams.load_context(tmp_path / "all")
     few = make_context("llama", n_seq_max=2)
     with refused(few, StateLayoutMismatch, match="sequence 3"):

@@ -40,8 +40,8 @@ def write_atomically(path: str, pieces: Sequence[memoryview], *, sync: bool) -> 
             with open(descriptor, "wb", buffering=_JOINED) as file:
                 if mode is not None and hasattr(os, "fchmod"):
                     os.fchmod(descriptor, mode)
-                # Replacing a file, ext4 would allocate its blocks in rename() and wait for the
-                # data to reach the disk: several times as long as the write.
+                # Otherwise, when a file is replaced, ext4 allocates its blocks in rename() and
+                # waits for the data to reach the disk: several times as long as the write.
                 lib.claim_blocks(descriptor, size)
                 file.writelines(pieces)
                 if sync:

@@ -110,7 +110,7 @@ def find_checksum(name: str) -> str:
     if name not in _DIGESTS:
         known = ", ".join(_DIGESTS)
         raise StateVersionError(
-            f"the state has checksums of type {name!r}: supported are {known}",
+            f"the state has checksums of type {name!r}: only {known} are supported",
             what="checksum",
             value=name,
             limit=known,
@@ -166,7 +166,7 @@ def pack(metadata: Mapping[str, str], tensors: Sequence[Tensor], checksum: str) 
 
 @contextmanager
 def naming(path: str) -> Iterator[None]:
-    """Prefix StateErrors of the body with the file's name; class and attributes stay."""
+    """Prefix StateErrors raised in the block with the file's name; class and attributes stay."""
     try:
         yield
     except StateError as error:

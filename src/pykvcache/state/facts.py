@@ -91,7 +91,7 @@ class Fingerprint:
             raise StateDamaged("the state's fingerprint is invalid", what="fingerprint") from None
 
     def check(self, here: Fingerprint) -> None:
-        """Raise unless a state with this fingerprint is valid in the other's context."""
+        """Raise unless a state with this fingerprint is valid in a context with `here`."""
         if not isinstance(here, Fingerprint):
             raise TypeError(f"here must be a Fingerprint, not {type(here).__name__}")
         if self.model != here.model:
@@ -149,7 +149,7 @@ class Fingerprint:
 
 
 def _named(adapters: tuple[str, ...]) -> str:
-    """Return adapters for people: digests cut short."""
+    """Return adapters as text for messages, with shortened digests."""
     shown = (f"{kind} {digest[:16]} ({scale})" for kind, digest, scale in map(_split, adapters))
     return f"the adapters {', '.join(shown)}" if adapters else "no adapters"
 
@@ -175,7 +175,7 @@ _TYPES = {
 
 
 def fingerprint_of(native: lib.Context, model: str) -> Fingerprint:
-    """Ask a context, without its adapters; ``model`` is its model's fingerprint."""
+    """Return a context's fingerprint without adapters; ``model`` is its model's fingerprint."""
     m = native.model
     digest = hashlib.sha256()
     first: dict[str, float] = {}

@@ -57,7 +57,7 @@ class Rows:
     row_bytes
         Bytes per cell.
     n_head, head_dim
-        Of attention: ``n_embd`` is their product. 0 elsewhere.
+        For attention, their product is ``n_embd``; 0 for other parts.
     rotation
         Edge of the Hadamard matrices that every head is multiplied by before it is stored,
         or 0.
@@ -149,7 +149,7 @@ def _count(value: object) -> int:
 
 
 def layouts_from_native(native: lib.Context, *operation: str) -> tuple[PartLayout, ...]:
-    """Return the layouts of a context's parts; `operation` goes into the error."""
+    """Return the layouts of a context's parts; errors name `operation`."""
     layouts = []
     for part in native.state_layout(*operation):
         of_k, of_v = native.hadamard(part["part"])
@@ -211,7 +211,7 @@ class Part:
         return len(self), rows.row_bytes
 
     def take(self, which: slice | npt.NDArray[np.intp]) -> Part:
-        """Return some of the cells: a slice gives views, an index array copies."""
+        """Return some of the cells: views for a slice, copies for an index array."""
         tensors = tuple(
             t[:, which] if self.is_transposed(i) else t[which] for i, t in enumerate(self.tensors)
         )
@@ -260,7 +260,7 @@ def set_parts(
     parts: Sequence[Sequence[Part]],
     firsts: list[tuple[int, int]] | None,
 ) -> None:
-    """Replace the cells of a sequence, or with None of the context; atomic."""
+    """Replace the cells of a sequence, or of the whole context for None; atomic."""
     given = [[_as_given(part) for part in streams] for streams in parts]
     native.set_parts(seq_id, given, firsts)
 

@@ -49,7 +49,8 @@ class LlamaStateFile:
     ``llama_state_save_file`` or llama-server (``/slots/ID?action=save``). Immutable.
 
     Such a file has no checksum and does not identify its model; a file of
-    `SequenceState.save` does both. The format also changes between llama.cpp versions.
+    `SequenceState.save` has a checksum and identifies its model. The format also changes between
+    llama.cpp versions.
 
     Parameters
     ----------

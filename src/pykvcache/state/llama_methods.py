@@ -100,7 +100,7 @@ class LlamaFileMethods(StateMethods):
         Returns
         -------
         LlamaStateFile
-            The loaded file, with its ``tokens``: as many as its writer gave, which may differ
+            The loaded file, with its ``tokens``: as many as were written, which may differ
             from the number of held positions.
 
         Raises
@@ -114,7 +114,7 @@ class LlamaFileMethods(StateMethods):
         StateModelMismatch
             A token is not in the vocabulary of this model.
         StateLayoutMismatch
-            The state is of a different memory; or it is an old file (version 2) of quantised K/V,
+            The state is from a different memory; or it is an old file (version 2) of quantised K/V,
             which newer versions of llama.cpp store rotated.
         StateTrailingBytes, NoKvCacheSlot, PositionError, UnsupportedOperation
             As for `set_state`.

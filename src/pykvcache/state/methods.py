@@ -91,9 +91,9 @@ class StateMethods(PartialStateMethods):
     ) -> None:
         """Replace a sequence, or the whole context, with a raw state.
 
-        Structure, exact length, layers, types and positions are checked before anything changes, as
-        is that values are finite and do not overflow in attention; on any error nothing changes.
-        Only `load_sequence` can also detect other damage or a different model. The sequence has no
+        Structure, exact length, layers, types and positions are checked first, as is that values
+        are finite and do not overflow in attention; on any error nothing changes. Only
+        `load_sequence` can also detect other damage or a different model. The sequence has no
         logits until a token is decoded; logits of other sequences stay. A recurrent state does not
         record its first position: it is assumed to be 0.
 
@@ -102,8 +102,8 @@ class StateMethods(PartialStateMethods):
         buffer
             A C-contiguous buffer from `get_state`; it must not be written to during the call.
         seq_id
-            Sequence id, may differ from the source's; ``None`` for the whole context, of which
-            every sequence is replaced.
+            Sequence id, may differ from the source's; ``None`` for the whole context, whose
+            sequences are all replaced.
 
         Raises
         ------
@@ -114,7 +114,7 @@ class StateMethods(PartialStateMethods):
         PositionError
             The state holds a position past `LlamaContext.max_position`.
         StateLayoutMismatch
-            The state is of a different memory: other layers, types, streams or sequences.
+            The state is from a different memory: other layers, types, streams or sequences.
         NoKvCacheSlot
             There is no room for that many cells.
         UnsupportedOperation
@@ -188,7 +188,7 @@ class StateMethods(PartialStateMethods):
         SequenceIdError
             ``seq_id`` is not in ``[0, n_seq_max)``.
         StateModelMismatch
-            The state is of another model.
+            The state belongs to another model.
         StateLayoutMismatch
             The state was computed under other settings, or stores other types and ``convert`` is
             false.
@@ -305,7 +305,7 @@ class StateMethods(PartialStateMethods):
         for streams, layout in zip(state.parts, self._layouts, strict=False):
             if layout.part != "recurrent" and len(streams) != layout.n_stream:
                 raise StateLayoutMismatch(
-                    f"the state has {len(streams)} streams, but this context {layout.n_stream} "
+                    f"the state has {len(streams)} streams, but this context has {layout.n_stream} "
                     "(kv_unified, n_seq_max): restore single sequences instead",
                     what="streams",
                     value=len(streams),

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Saved", "StateInfo", "describe_state"]
 
 Path = str | os.PathLike[str]
-#: Of metadata. The JSON module stops at what remains of Python's recursion limit.
+#: Maximum nesting of metadata. The JSON module fails at what remains of Python's recursion limit.
 _MAX_DEPTH = 100
 
 
@@ -150,7 +150,7 @@ class Saved(ABC):
         ----------
         path
             File name. An existing file is replaced once the new one is complete, and keeps its
-            permissions. Of a symbolic link, the target is replaced.
+            permissions. If it is a symbolic link, its target is replaced.
         sync
             Flush the file to disk (``fsync``). ``False`` is faster: a crash of the process
             still leaves the old or the new file, a crash of the machine may not.
@@ -270,7 +270,7 @@ def read_metadata(container: Container) -> dict[str, Any]:
     """Return the caller's metadata from a file."""
     user = json_of(container, "user")
     if not isinstance(user, dict):
-        raise StateDamaged("the state's header has no valid user", what="user")
+        raise StateDamaged("the state's header has no valid 'user'", what="user")
     return user
 
 

@@ -24,7 +24,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on demand: the array caches take a seventh of the time to import a context.
+    # Imported on demand: the array caches are a seventh of the import time of a context.
     if name not in ("from_caches", "to_caches"):
         raise AttributeError(f"module 'pykvcache.kv' has no attribute {name!r}")
     from pykvcache.kv import bridge

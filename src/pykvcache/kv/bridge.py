@@ -231,7 +231,8 @@ def _consecutive(positions: npt.NDArray[np.int32], first: int, what: str) -> Non
     if wrong.size:
         found, limit = int(positions[wrong[0]]), int(expected[wrong[0]])
         raise CacheValueError(
-            f"{what} must be {first}, {first + 1}, ... without a gap, but have {found} for {limit}",
+            f"{what} must be {first}, {first + 1}, ... without a gap, but {found} is in place of "
+            f"{limit}",
             what,
             found,
             limit,

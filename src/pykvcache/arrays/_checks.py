@@ -118,7 +118,7 @@ def check_shape(what: str, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[in
 def as_float_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     """Return `dtype` as float16, float32 or float64, or raise `CacheDTypeError`.
 
-    "f16" and "f32" count in bits.
+    "f16" and "f32" mean 16 and 32 bits, not bytes as in NumPy.
     """
     name = _DTYPE_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     try:

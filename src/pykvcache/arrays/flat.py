@@ -20,8 +20,9 @@ class FlatKVCache:
     ``v(layer)`` (which include that token) as it goes, and calls ``advance`` at the end.
 
     Modelled on forgellm's ``KVCache``, with more checks: there ``advance`` counts tokens that a
-    layer lacks, layers may get out of step, and lengths are checked in debug builds only. New
-    are ``extend`` (a prompt at once), ``truncate`` and the dtype. A refused call changes nothing.
+    layer lacks, layers may get out of step, and lengths are checked in debug builds only.
+    ``extend`` (a prompt at once), ``truncate`` and the dtype are additions. A refused call changes
+    nothing.
 
     Not thread-safe.
 
@@ -98,7 +99,7 @@ class FlatKVCache:
         CacheDTypeError
             `k` or `v` is not an array of real numbers.
         CacheOrderError
-            The layer has its token already: ``advance`` comes first.
+            The layer has its token already: call ``advance`` first.
         """
         index = self._layer(layer)
         k, v = self._storable("k", k), self._storable("v", v)
@@ -125,7 +126,7 @@ class FlatKVCache:
         CacheValueError
             `k` or `v` is not a whole number of tokens, or the two differ.
         CacheOrderError
-            The layer has its tokens already, or another layer got another number.
+            The layer has its tokens already, or another layer got a different number of tokens.
         """
         index = self._layer(layer)
         k, v = self._storable("k", k), self._storable("v", v)
@@ -262,7 +263,7 @@ class FlatKVCache:
             raise CacheOrderError(message, "layer", layer)
         pending = max(self._pending)
         if pending not in (0, count):
-            message = f"layer {layer} gets {count} tokens and another layer got {pending}"
+            message = f"layer {layer} gets {count} tokens, but another layer got {pending}"
             raise CacheOrderError(message, f"tokens of layer {layer}", count, pending)
         end = self._len + count
         if end > self.capacity:

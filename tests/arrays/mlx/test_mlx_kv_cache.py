@@ -134,7 +134,7 @@ def test_finalize_moves_right_padding_to_the_left() -> None:
     cache = batch([0, 0], [1, 2], [3, 4])
     cache.prepare(lengths=[3, 1], right_padding=[0, 2])
     filled(cache, [[5], [7]])
-    with pytest.raises(CacheOrderError, match="only 1 columns came so far"):
+    with pytest.raises(CacheOrderError, match="only 1 columns have been stored since"):
         cache.finalize()
     filled(cache, [[6], [P]])
     for call in (

@@ -407,8 +407,8 @@ REFUSED: list[tuple[str, tuple[Any, ...], type, str]] = [
     ("init", (np.float32, 1, 8, -1), CacheValueError, "max_batch is -1"),
     ("init", (np.float32, 1, 8.0, 4), TypeError, "not float"),
     ("init", (np.float32, 2**16, 2**15, 1), CacheValueError, "at most 2147483647"),
-    ("start_forward", ([], []), CacheValueError, "a batch of 0 tokens; 1 to 4 are possible"),
-    ("start_forward", (range(5), [0] * 5), CacheValueError, "a batch of 5 tokens"),
+    ("start_forward", ([], []), CacheValueError, "the batch has 0 tokens; it must have 1 to 4"),
+    ("start_forward", (range(5), [0] * 5), CacheValueError, "the batch has 5 tokens"),
     ("start_forward", ([2, 3], [0]), CacheValueError, "2 positions, but 1 sequences"),
     ("start_forward", ([2, -3], [0, 0]), PositionError, "position -3 is outside"),
     ("start_forward", ([2**31 - 1], [0]), PositionError, "position 2147483647 is outside"),
@@ -441,7 +441,7 @@ REFUSED: list[tuple[str, tuple[Any, ...], type, str]] = [
         for bad in (np.ones((4, 2, 4), complex), np.ones((4, 2, 4), bool), "ab", None)
         for pair in ((bad, full(4, 2, 4)), (full(4, 2, 4), bad))
     ],
-    ("remove", (0, 3, 2), PositionError, "begin is 3, over end, which is 2"),
+    ("remove", (0, 3, 2), PositionError, "begin is 3, above end, which is 2"),
     ("remove", (0, -1), PositionError, "begin is -1"),
     ("remove", (0, 0, 2**31), PositionError, "end is 2147483648"),
     ("remove", (-1, 0), CacheValueError, "seq is -1"),

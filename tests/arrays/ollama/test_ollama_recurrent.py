@@ -313,7 +313,7 @@ def test_a_batch_must_begin_where_the_state_is() -> None:
     model = Model()
     model.feed(0, [1, 2, 3], 0)
     for positions in ([2], [4], [3, 5], [3, 3]):
-        with pytest.raises(NotSupported, match="goes on at 3"):
+        with pytest.raises(NotSupported, match="continues at 3"):
             model.cache.start_forward(positions, [0] * len(positions))
     assert model.feed(0, [4], 3) == [10, 4]
 

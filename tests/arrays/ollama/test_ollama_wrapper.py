@@ -217,7 +217,7 @@ def test_init_config_and_copies_are_refused_as_one() -> None:
     with pytest.raises(CacheOrderError):
         WrapperCache(fresh, configured).set_config(CacheConfig(cache_padding=2))
     assert fresh.config is None
-    with pytest.raises(NotSupported, match="goes on at 0"):
+    with pytest.raises(NotSupported, match="continues at 0"):
         made(WrapperCache(RecurrentCache(), RecurrentCache())).start_forward([2], [0])
 
 
@@ -225,7 +225,7 @@ def test_caches_and_order_of_calls_are_checked() -> None:
     cache = CausalCache()
     inner = WrapperCache(cache)
     for caches in ((cache, cache), (cache, inner), (inner, WrapperCache(cache))):
-        with pytest.raises(CacheValueError, match="none twice"):
+        with pytest.raises(CacheValueError, match="each only once"):
             WrapperCache(*caches)
     with pytest.raises(CacheValueError, match="at least one"):
         WrapperCache()

@@ -105,7 +105,7 @@ class ArraysCache(BaseCache):
     ) -> None:
         """Announce the coming input: tokens per row, or more columns of padding.
 
-        `right_padding` is accepted for other caches in a list and not used; `lengths` has the
+        `right_padding` is accepted for the other caches of a list, but not used; `lengths` has the
         information. Left padding on a cache with content raises ``CacheValueError``.
         """
         batch = self.batch_size if not self.is_empty() or self._padding is not None else None
@@ -248,7 +248,7 @@ class ArraysCache(BaseCache):
     def meta_state(self) -> tuple[str, ...]:
         """``()``, as in mlx-lm, if all slots are filled and no padding is set.
 
-        Else the number of slots, `left_padding` and `lengths`, each as text with commas,
+        Else the number of slots, `left_padding` and `lengths`, each as comma-separated text,
         empty for None.
         """
         announced = self._padding is not None or self._lengths is not None
@@ -312,7 +312,7 @@ def _common_rows(parts: Sequence[NDArray[Any] | None]) -> int | None:
     """Return the common number of rows; None without parts; raise if they differ."""
     sizes = sorted({int(part.shape[0]) for part in parts if part is not None})
     if len(sizes) > 1:
-        message = f"slots, left_padding and lengths are of {shown(sizes)} rows"
+        message = f"slots, left_padding and lengths must not differ in rows; got {shown(sizes)}"
         raise CacheValueError(message, "rows", sizes)
     return next(iter(sizes), None)
 

@@ -23,8 +23,9 @@ __all__ = ["CacheList"]
 class CacheList(BaseCache):
     """The caches of a layer with more than one, for example attention and recurrence.
 
-    Modelled on mlx-lm's ``CacheList``: trimmable if all members are, `size` of the longest,
-    empty if the first one is. If a member refuses a call, no member changes.
+    Modelled on mlx-lm's ``CacheList``: it is trimmable if all members are, its `size` is that of
+    the longest member, and it is empty if the first member is. If a member refuses a call, no
+    member changes.
 
     Parameters
     ----------
@@ -129,7 +130,7 @@ class CacheList(BaseCache):
         self._extend(other, 1, 1)
 
     def _extend(self, other: BaseCache, mine: int, others: int) -> None:
-        """Extend; a member without rows counts as many as the list has."""
+        """Extend; a member without rows counts as having as many rows as the list."""
         other = as_kind("other", other, CacheList)
         check_size("caches of other", len(other), len(self))
         known = self._rows(), other._rows()
@@ -200,7 +201,7 @@ class CacheList(BaseCache):
 
     def _metas(self, meta: Sequence[Any]) -> Sequence[Any]:
         if len(meta) != 2:
-            message = f"the meta state of a CacheList is names and metas; got {shown(meta)}"
+            message = f"the meta state of a CacheList must be (names, metas); got {shown(meta)}"
             raise CacheValueError(message, "meta_state", meta, 2)
         names, found = tuple(type(cache).__name__ for cache in self._caches), tuple(meta[0])
         if found != names:

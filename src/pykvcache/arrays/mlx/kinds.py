@@ -93,7 +93,7 @@ def from_state(
         cache.from_serialized(state, meta)
         return cache
     if len(meta) != 2 or len(meta[0]) != len(meta[1]):
-        message = f"the meta state of a CacheList is names and metas; got {shown(meta)}"
+        message = f"the meta state of a CacheList must be (names, metas); got {shown(meta)}"
         raise CacheValueError(message, "meta_state", meta, 2)
     names, metas = meta
     states = state if len(state) else [()] * len(names)

@@ -1,4 +1,4 @@
-"""Caches with one pair of buffers, in order of age: plain, concatenating, chunked, batched."""
+"""Caches with one pair of buffers, ordered by age: plain, concatenating, chunked, batched."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ __all__ = [
 
 
 class PairCache(BaseCache):
-    """A cache that keeps its keys and values in one `TokenPair`, and all of its tokens."""
+    """A cache whose keys and values are one `TokenPair`; a base class."""
 
     def __init__(self) -> None:
         self._pair = TokenPair()
@@ -288,7 +288,7 @@ class BatchKVCache(PairCache):
         left_padding : sequence of int, optional
             More columns without a token at the beginning; only while the cache is empty.
         lengths : sequence of int, optional
-            Coming tokens of each row; not used, `right_padding` is.
+            Number of upcoming tokens of each row; ignored, since `right_padding` is used instead.
         right_padding : sequence of int, optional
             Columns without a token at the end of the coming updates; call `finalize` after them.
 
@@ -316,7 +316,7 @@ class BatchKVCache(PairCache):
             if most > columns:
                 message = (
                     f"{most} columns of right padding were announced, "
-                    f"but only {columns} columns came so far"
+                    f"but only {columns} columns have been stored since"
                 )
                 raise CacheOrderError(message, "right_padding", most, columns)
             padding = summed("left_padding", self._padding, self._right)
@@ -324,7 +324,7 @@ class BatchKVCache(PairCache):
         self._right = None
 
     def advance(self, n: SupportsIndex) -> None:
-        """Do nothing; for recurrent caches in the same list."""
+        """Do nothing; only recurrent caches in the same list use this call."""
         as_int("n", n, minimum=0)
 
     def is_trimmable(self) -> bool:
@@ -413,7 +413,7 @@ class BatchKVCache(PairCache):
             expected = pair.count - padding
             if not np.array_equal(offset, expected):
                 message = (
-                    f"rope_offset {shown(offset.tolist())} is not {pair.count} columns less "
+                    f"rope_offset {shown(offset.tolist())} is not {pair.count} columns minus "
                     f"left_padding {shown(padding.tolist())}"
                 )
                 raise CacheValueError(message, "rope_offset", offset.tolist(), expected.tolist())

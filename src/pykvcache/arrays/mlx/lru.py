@@ -31,7 +31,7 @@ _Key: TypeAlias = tuple[Hashable, tuple[int, ...]]
 
 
 class LRUPromptCache:
-    """Prompt caches, indexed by their tokens, up to a number and a size.
+    """Prompt caches, indexed by their tokens, up to a maximum number and a maximum size.
 
     Modelled on mlx-lm's ``LRUPromptCache``. A hit makes an entry the newest, and the nearest
     trimmable entry is used. A trimmed fetch copies only the tokens that it returns. An entry larger
@@ -107,7 +107,7 @@ class LRUPromptCache:
     def _hit(self, model: Hashable, tokens: list[int], n: int) -> list[BaseCache] | None:
         """Return copies of an entry without the newest `n` tokens; the entry becomes the newest.
 
-        None if a layer cannot be trimmed so far.
+        None if a layer cannot be trimmed that far.
         """
         entries = self._entries[self._trie.get(model, tokens)]
         key = model, tuple(tokens)
@@ -163,7 +163,7 @@ class LRUPromptCache:
     def trim_to(
         self, *, n_sequences: SupportsIndex | None = None, n_bytes: SupportsIndex | None = None
     ) -> None:
-        """Evict entries down to a number and a number of bytes.
+        """Evict entries down to a maximum number of entries and of bytes.
 
         Negative numbers count as 0. Evicts the oldest entry of type assistant, unless more entries
         are of type user; then the oldest of those, unless more are of type system.

@@ -383,7 +383,7 @@ def _tree(leaves: Mapping[str, Any]) -> dict[int, _Node]:
             if not isinstance(node, dict):
                 raise CacheValueError(f"key {shown(key)} lies within another one", "key", key)
         if int(steps[-1]) in node:
-            message = f"key {shown(key)} comes twice, or another one lies within it"
+            message = f"key {shown(key)} occurs twice, or another key lies within it"
             raise CacheValueError(message, "key", key)
         node[int(steps[-1])] = leaf
     return root
@@ -434,12 +434,12 @@ def _check_metadata(metadata: object) -> None:
     for key, text in metadata.items():
         pair = f"{shown(key)}: {shown(text)}"
         if not isinstance(key, str) or not isinstance(text, str):
-            message = f"metadata is text under text; got {pair}"
+            message = f"metadata must map text to text; got {pair}"
             raise CacheDTypeError(message, "metadata", (key, text), "text")
         try:
             (key + text).encode()
         except UnicodeEncodeError:
-            message = f"metadata hold {pair}, which UTF-8 cannot hold"
+            message = f"metadata has {pair}, which cannot be encoded as UTF-8"
             raise CacheValueError(message, "metadata", (key, text), "UTF-8") from None
 
 
@@ -463,14 +463,14 @@ def _read(path: Path, *, arrays: bool = True) -> tuple[_Arrays, _Texts]:
             names = list(file.keys())
             found = _load_arrays(path, file, names) if arrays else {}
     except (SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
-        message = f"{path}: damaged, or no safetensors file: {error}"
+        message = f"{path}: damaged, or not a safetensors file: {error}"
         raise CacheValueError(message, "file", str(path)) from error
     if names and not texts:
-        message = f"{path}: no prompt cache, its metadata are missing"
+        message = f"{path}: not a prompt cache: its metadata is missing"
         raise CacheValueError(message, "file", str(path))
     foreign = [key for key in (*names, *(texts or ())) if not key[:1].isdigit()]
     if foreign:
-        message = f"{path}: no prompt cache, it has {shown(foreign[0])}"
+        message = f"{path}: not a prompt cache: it has {shown(foreign[0])}"
         raise CacheValueError(message, "key", foreign[0], str(path))
     return found, texts or {}
 

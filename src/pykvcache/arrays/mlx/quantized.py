@@ -252,7 +252,7 @@ def quantize(x: NDArray[Any], group_size: int, bits: int) -> Triple:
     if dim % group_size or dim * bits % 32:
         message = (
             f"head_dim {dim} does not fit: it must be a multiple of the group size "
-            f"{group_size}, and head_dim * {bits} bits one of 32"
+            f"{group_size}, and head_dim * {bits} bits must be a multiple of 32"
         )
         limit = {"group_size": group_size, "bits": bits}
         raise CacheValueError(message, "head_dim", dim, limit)

@@ -125,8 +125,8 @@ class RotatingKVCache(_RingCache):
     """The first `keep` tokens and the newest ones, `max_size` in total.
 
     Modelled on mlx-lm's ``RotatingKVCache``. A single token overwrites the oldest one after the
-    kept ones. Several tokens at once bring the ring into order of age, keep ``max_size - 1``
-    old tokens and append themselves, so that each sees its whole window. Kept tokens are
+    kept ones. For several tokens at once, the ring is put in order of age, ``max_size - 1`` old
+    tokens are kept and the new ones appended, so that each sees its whole window. Kept tokens are
     visible in every mask.
 
     A query sees the stored tokens among the newest ``window_size`` (default `max_size`),
@@ -243,7 +243,7 @@ class RotatingKVCache(_RingCache):
         elif rows and max_size == 0:
             why = "a ring that holds tokens has a max_size of 1 or more"
         elif index > rows or rows > offset or (offset < max_size and rows < offset):
-            why = "index, tokens and offset of a ring do not fit"
+            why = "index, tokens and offset of a ring do not match"
         elif index < rows and (rows != max_size or index < min(keep, max_size - 1)):
             why = "a rotated ring is full and written after its head"
         if why:
@@ -399,7 +399,7 @@ class BatchRotatingKVCache(_RingCache):
         self._ends = None
 
     def advance(self, n: SupportsIndex) -> None:
-        """Do nothing; for recurrent caches in the same list."""
+        """Do nothing; only recurrent caches in the same list use this call."""
         as_int("n", n, minimum=0)
 
     def _refuse_pending(self, operation: str) -> None:
@@ -544,7 +544,7 @@ class BatchRotatingKVCache(_RingCache):
                 rows = row_offset.tolist(), padding.tolist()
                 message = (
                     f"rope_offset {shown(rows[0])} and left_padding {shown(rows[1])} "
-                    f"do not fit {columns} columns of {offset}"
+                    f"do not fit the newest {columns} of {offset} columns"
                 )
                 raise CacheValueError(message, "rope_offset", rows, (columns, offset))
             if columns < self._pair.length:  # the rest was trimmed
@@ -557,13 +557,13 @@ class BatchRotatingKVCache(_RingCache):
         names, rows = ("max_size", "offset", "index"), self._pair.length
         max_size, offset, index = meta_ints("BatchRotatingKVCache", names, meta[:3])
         if len(meta) < 4 or meta[3] not in ("True", "False"):
-            message = f"rotated of a BatchRotatingKVCache is {shown(meta[3:4])}, no flag"
+            message = f"rotated of a BatchRotatingKVCache must be a flag; got {shown(meta[3:4])}"
             raise CacheValueError(message, "rotated", meta[3:4], ("True", "False"))
         rotated, why = meta[3] == "True", ""
         if rows == 0:
             why = "an empty ring has offset 0 and index 0" if offset or index or rotated else ""
         elif len(meta) > 4 or max_size == 0 or index > rows or rows > offset:
-            why = "columns, index and offset of a ring do not fit"
+            why = "columns, index and offset of a ring do not match"
         elif rotated and rows != max_size:
             why = "a rotated ring is full"
         elif not rotated and (index == 0 or (offset < max_size and index != offset)):

@@ -40,7 +40,7 @@ Rows: TypeAlias = NDArray[np.int64]
 
 
 def _numbers(name: str, given: Counts) -> Rows:
-    """Return integers of a sequence or an array; a list of caches reads them once per cache."""
+    """Return the integers of a sequence or array; refuse iterators, which can be read only once."""
     if not isinstance(given, Sequence | np.ndarray) or isinstance(given, bytes):
         kind = type(given).__name__
         raise CacheDTypeError(f"{name} is {kind}; integers in a list are needed", name, kind)

@@ -168,8 +168,8 @@ class TokenPair:
         if not self._same_layout(keys, values):
             stored = (*self.keys.shape[:2], self._k_one[3], self._v_one[3])
             message = (
-                f"keys {shapes[0]} and values {shapes[1]} do not continue the stored "
-                f"{stored[:2]} by {stored[2]} and {stored[3]}"
+                f"keys {shapes[0]} and values {shapes[1]} do not fit the stored ones: "
+                f"batch and heads {stored[:2]}, head sizes {stored[2]} and {stored[3]}"
             )
             raise CacheValueError(message, "keys and values", shapes, stored)
         if keys.dtype != self._k_dtype or values.dtype != self._v_dtype:

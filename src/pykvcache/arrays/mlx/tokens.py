@@ -22,7 +22,7 @@ _INT32 = np.iinfo(np.int32)
 
 
 class TokenBuffer:
-    """A growing row of int32 token ids, by steps of 256.
+    """A growing row of int32 token ids, with a capacity in multiples of 256.
 
     Modelled on mlx-lm's ``TokenBuffer``; appending costs O(1) copies on average.
 

@@ -59,7 +59,7 @@ def as_range(
     ident, first = _sequence("seq", seq), _position("begin", begin)
     last = UNLIMITED if end is None else _position("end", end)
     if first > last:
-        raise PositionError(f"begin is {first}, over end, which is {last}", p0=first, p1=last)
+        raise PositionError(f"begin is {first}, above end, which is {last}", p0=first, p1=last)
     return ident, first, last
 
 
@@ -126,7 +126,7 @@ class Batch:
     def check_size(self, most: int) -> Batch:
         """Return the batch; raise `CacheValueError` unless it has 1 to `most` tokens."""
         if not 0 < len(self) <= most:
-            message = f"a batch of {len(self)} tokens; 1 to {most} are possible"
+            message = f"the batch has {len(self)} tokens; it must have 1 to {most}"
             raise CacheValueError(message, "tokens", len(self), most)
         return self
 

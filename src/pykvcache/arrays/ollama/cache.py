@@ -1,4 +1,4 @@
-"""The interface of Ollama's caches, their configuration, and the base class of this package's."""
+"""The interface of Ollama's caches, their configuration, and the base class of those here."""
 
 from __future__ import annotations
 

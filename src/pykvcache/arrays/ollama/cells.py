@@ -98,7 +98,7 @@ class CellTable:
 
     @property
     def in_use(self) -> int:
-        """Return the number of cells of a sequence."""
+        """Number of cells that belong to any sequence."""
         return int(np.count_nonzero(self.refs))
 
     def row(self, seq: int) -> int:

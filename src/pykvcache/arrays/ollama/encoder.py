@@ -105,8 +105,8 @@ class EncoderCache(OllamaCache):
     ) -> None:
         """Begin a forward pass; see `Cache.start_forward`.
 
-        Its K and V get the position of the last item in `multimodal`, or that of an earlier pass
-        without one.
+        Its K and V get the position of the last item in `multimodal`; without one, they keep
+        that of an earlier pass.
         """
         batch = Batch(positions, sequences, multimodal).check_size(self._ready())
         items = batch.multimodal

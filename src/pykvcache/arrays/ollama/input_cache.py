@@ -193,7 +193,7 @@ class InputCache:
         CacheValueError
             `prompt` is empty.
         TypeError
-            `prompt` contains other objects than inputs.
+            `prompt` contains objects other than `Input`.
         NoSlot
             No slot is free.
         """
@@ -202,7 +202,7 @@ class InputCache:
             message = "the prompt is empty; at least one input is needed"
             raise CacheValueError(message, "prompt", 0, 1)
         if not all(isinstance(item, Input) for item in inputs):
-            raise TypeError("a prompt holds Inputs")
+            raise TypeError("a prompt must hold only Input objects")
         if not isinstance(cache_prompt, bool):
             raise TypeError(f"cache_prompt must be a bool, not {type(cache_prompt).__name__}")
         free = [slot for slot in self._slots if not slot.in_use]
@@ -248,10 +248,10 @@ class InputCache:
         return past
 
     def shift_discard(self, inputs: Sequence[Input], keep: SupportsIndex) -> int:
-        """Return how many inputs after the first `keep` to discard for room.
+        """Return how many inputs after the first `keep` to discard to make room.
 
-        Half of the room after the kept inputs shall be free, at least one input. Inputs that
-        must be in the same batch go together.
+        This frees half of the room after the kept inputs, at least one input. Inputs that must be
+        in the same batch are discarded together.
 
         Raises
         ------
@@ -260,7 +260,7 @@ class InputCache:
         """
         kept = as_int("keep", keep, minimum=0)
         if not all(isinstance(item, Input) for item in inputs):
-            raise TypeError("inputs must hold Inputs")
+            raise TypeError("inputs must hold only Input objects")
         wanted = max((self._num_ctx - kept) // 2, 1) - (self._num_ctx - len(inputs))
         discard = group_end = 0
         for item in inputs[kept:]:

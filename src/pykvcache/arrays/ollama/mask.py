@@ -72,8 +72,8 @@ def _mask_of_one(
 ) -> NDArray[Any]:
     """Build the mask of a batch of one sequence, which has the cells `member`.
 
-    Columns that every row sees need no comparison per row, so a causal mask costs the batch's
-    triangle, not the history.
+    Columns that every row sees need no comparison per row, so a causal mask needs comparisons
+    only within the batch, not with the history.
     """
     # Fresh zero pages are free, so columns that every row sees cost nothing.
     mask = np.zeros(shape, dtype)

@@ -174,7 +174,7 @@ class RecurrentCache(CausalCache):
     checkpoint_min_pos : int
         Lowest position of a checkpoint.
     checkpoint_interval : int
-        Minimum distance of two checkpoints.
+        Minimum distance between two checkpoints.
 
     Raises
     ------
@@ -390,14 +390,15 @@ class RecurrentCache(CausalCache):
             first, last = int(found[0]), int(found[-1])
             if not np.array_equal(found, np.arange(pos, pos + found.size)):
                 message = (
-                    f"the recurrent state of sequence {seq} goes on at {pos}, not with "
+                    f"the recurrent state of sequence {seq} continues at {pos}, not at "
                     f"positions {first} to {last}"
                 )
                 raise NotSupported(message, f"positions of sequence {seq}", (first, last), pos)
             if pos != length:
                 message = (
                     f"the recurrent state of sequence {seq} is at {pos}, but its K and V end at "
-                    f"{length}; take it back to a checkpoint (see prepare_restore), or remove all"
+                    f"{length}; restore a checkpoint (see prepare_restore), or remove the whole "
+                    "sequence"
                 )
                 raise NotSupported(message, f"state of sequence {seq}", pos, length)
 

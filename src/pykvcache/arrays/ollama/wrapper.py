@@ -36,7 +36,7 @@ class WrapperCache(OllamaCache):
     TypeError
         A cache lacks methods of `Cache`.
     CacheValueError
-        No cache is given, or one is given twice, also within another `WrapperCache`.
+        No cache is given, or one is given twice, even within another `WrapperCache`.
     """
 
     def __init__(self, *caches: Cache) -> None:
@@ -47,7 +47,7 @@ class WrapperCache(OllamaCache):
         self._caches = caches
         every = list(_leaves(self))
         if not caches or len({id(cache) for cache in every}) != len(every):
-            message = "a WrapperCache needs at least one cache, and none twice"
+            message = "a WrapperCache needs at least one cache, each only once"
             raise CacheValueError(message, "caches", len(every), 1)
         self._type = 0
         self._max_batch = 0

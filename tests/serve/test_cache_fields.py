@@ -57,7 +57,9 @@ def test_explicit_mode_writes_up_to_the_breakpoint_and_no_token_more(
     assert second["cached_tokens"] == written
 
 
-def test_explicit_mode_without_breakpoints_does_not_use_the_cache(serve: Callable[..., str]) -> None:
+def test_explicit_mode_without_breakpoints_does_not_use_the_cache(
+    serve: Callable[..., str],
+) -> None:
     address = serve()
     for _ in range(2):
         found = ask(address, [part(STORY)], prompt_cache_options={"mode": "explicit"})

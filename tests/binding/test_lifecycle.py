@@ -56,7 +56,7 @@ def properties(kind: type) -> list[str]:
 
 
 @pytest.mark.hazard("D38", "L2")
-def test_every_method_of_a_closed_context_says_so(model: Any) -> None:
+def test_every_method_of_a_closed_context_raises_closed_error(model: Any) -> None:
     ctx = LlamaContext(model("llama"), **OPTIONS)
     ctx.decode([5])
     for _ in range(3):

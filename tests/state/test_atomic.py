@@ -265,7 +265,9 @@ def test_facts_survive_truncation_of_the_file(make_context: ContextFactory, tmp_
     assert (facts(one), facts(everything)) == before
 
 
-def test_unmapped_states_do_not_need_their_file(make_context: ContextFactory, tmp_path: Path) -> None:
+def test_unmapped_states_do_not_need_their_file(
+    make_context: ContextFactory, tmp_path: Path
+) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:50])
     held = cells_of(ctx, 0)

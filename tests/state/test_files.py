@@ -25,7 +25,9 @@ xxhash = pytest.importorskip("xxhash")
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "jamba"])
-def test_safetensors_can_read_states(name: str, make_context: ContextFactory, tmp_path: Path) -> None:
+def test_safetensors_can_read_states(
+    name: str, make_context: ContextFactory, tmp_path: Path
+) -> None:
     from safetensors.numpy import load_file
 
     ctx = make_context(name, flash_attn="enabled")

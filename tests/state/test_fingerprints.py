@@ -52,8 +52,10 @@ def split(folder: Path, *, seed: int = 0) -> list[Path]:
     return sorted(folder.glob("parts-*.gguf"))
 
 
-def test_a_model_fingerprint_is_the_digest_that_the_docs_define(model_folder: Path, tmp_path: Path) -> None:
-    """Of the header and samples of each tensor, in all files of a split model."""
+def test_a_model_fingerprint_is_the_digest_that_the_docs_define(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """It covers the header and samples of each tensor, in all files of a split model."""
     paths = [make_model(name, model_folder) for name in ("llama", "gemma3", "mamba", "jamba")]
     paths.append(quantized(tmp_path / "Q4_0", Kind.Q4_0))
     for path in paths:
@@ -113,7 +115,9 @@ def test_a_file_that_changed_after_loading_has_no_fingerprint(
         other.save_sequence(tmp_path / "b", 0)
 
 
-def test_a_fingerprint_covers_all_parts_of_a_split_model(tmp_path: Path, make_context: ContextFactory) -> None:
+def test_a_fingerprint_covers_all_parts_of_a_split_model(
+    tmp_path: Path, make_context: ContextFactory
+) -> None:
     folders = [tmp_path / name for name in ("a", "b", "c")]
     for folder, seed in zip(folders, (0, 0, 1), strict=True):
         folder.mkdir()

@@ -74,7 +74,9 @@ def test_a_partial_state_has_the_size_of_a_window_or_a_state(case: Case, bench: 
 
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
-def test_a_rollback_keeps_the_first_position_of_a_recurrent_state(case: Case, bench: MakeBench) -> None:
+def test_a_rollback_keeps_the_first_position_of_a_recurrent_state(
+    case: Case, bench: MakeBench
+) -> None:
     b = bench(case)
     words = b.prompt(5)
     b.ctx.decode(LlamaBatch.from_arrays(words, np.arange(10, 15), 0))

@@ -129,7 +129,7 @@ def test_a_plain_adapter_applies_before_it_and_after_it(made: Made) -> None:
         assert differ(wanted, made.right(PROMPT)) > WRONG
 
 
-def test_a_second_invocation_gives_the_tokens_before_it_to_the_base(made: Made) -> None:
+def test_tokens_before_a_second_invocation_use_the_base_model(made: Made) -> None:
     with made.context([made.alora]) as ctx:
         sequence = LlamaSequence(ctx, PROMPT)
         list(sequence.generate(4))
@@ -142,7 +142,7 @@ def test_a_second_invocation_gives_the_tokens_before_it_to_the_base(made: Made) 
         assert differ(sequence.logits(), made.right(sequence.tokens)) < RIGHT
 
 
-def test_what_was_truncated_counts_again(made: Made) -> None:
+def test_truncated_tokens_are_reused_if_they_return(made: Made) -> None:
     with made.context([made.alora]) as ctx:
         sequence = LlamaSequence(ctx, PROMPT)
         sequence.evaluate()
@@ -289,7 +289,7 @@ def test_a_file_that_a_context_saved_is_not_trusted(folder: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("keep_logits", [False, True])
-def test_a_prefix_cache_shares_what_the_base_evaluated(made: Made, keep_logits: bool) -> None:
+def test_a_prefix_cache_shares_blocks_of_the_base_model(made: Made, keep_logits: bool) -> None:
     base = [*BEFORE, *range(90, 100)]
     with made.context() as ctx:
         cache = PrefixCache(ctx, block_size=8, keep_logits=keep_logits)
@@ -312,7 +312,7 @@ def test_a_prefix_cache_shares_what_the_base_evaluated(made: Made, keep_logits: 
         cache.close()
 
 
-def test_live_sequences_share_what_is_before_the_activation(made: Made) -> None:
+def test_live_sequences_share_the_tokens_before_the_activation(made: Made) -> None:
     with made.context([made.alora]) as ctx:
         cache = PrefixCache(ctx, block_size=8, ram_bytes=0)
         first, others = cache.sequence(PROMPT), []
@@ -327,7 +327,7 @@ def test_live_sequences_share_what_is_before_the_activation(made: Made) -> None:
         cache.close()
 
 
-def test_tiers_get_what_is_before_the_activation(made: Made, tmp_path: Path) -> None:
+def test_tiers_store_the_blocks_before_the_activation(made: Made, tmp_path: Path) -> None:
     for adapters in ([made.alora], [], [made.alora]):
         with made.context(adapters) as ctx:
             cache = PrefixCache(ctx, block_size=8, tiers=[tmp_path / "blocks"], tier_seconds=10)
@@ -352,7 +352,7 @@ BATCH = [
 
 @pytest.mark.parametrize("n_chunk", [7, 512])
 @pytest.mark.parametrize("cached", [False, True])
-def test_batches_of_both_kinds(made: Made, cached: bool, n_chunk: int) -> None:
+def test_batches_of_activated_and_plain_sequences(made: Made, cached: bool, n_chunk: int) -> None:
     with made.context([made.alora]) as ctx:
         wanted = []
         for tokens in BATCH:

@@ -31,7 +31,7 @@ def test_random_programs_equal_fresh_runs(
 
 
 @pytest.mark.parametrize("case", SERVED, ids=str)
-def test_going_back_works_everywhere(
+def test_forks_and_truncations_equal_fresh_runs_on_every_memory(
     case: Case, make_context: Make, fresh_logits: Callable[..., Logits]
 ) -> None:
     ctx = make_context(case.name, **(case.options | {"n_seq_max": 2}))
@@ -50,9 +50,7 @@ def test_going_back_works_everywhere(
 
 
 @pytest.mark.parametrize("case", SERVED, ids=str)
-def test_a_checkpoint_spares_the_evaluation_of_what_lies_before_it(
-    case: Case, make_context: Make
-) -> None:
+def test_tokens_before_a_checkpoint_are_not_evaluated_again(case: Case, make_context: Make) -> None:
     ctx = make_context(case.name, **(case.options | {"n_seq_max": 2}))
     tokens = np.random.default_rng(3).integers(5, case.n_vocab - 2, 90, dtype=np.int32)
     sequence = LlamaSequence(ctx, tokens[:80])
@@ -70,7 +68,7 @@ def test_a_checkpoint_spares_the_evaluation_of_what_lies_before_it(
 
 @pytest.mark.parametrize("forked", [False, True], ids=["alone", "forked"])
 @pytest.mark.parametrize("case", SERVED, ids=str)
-def test_discard_is_what_a_context_does_that_dropped_and_shifted(
+def test_discard_equals_dropping_and_shifting_in_a_context(
     case: Case, forked: bool, make_context: Make, fresh_logits: Callable[..., Logits]
 ) -> None:
     ctx = make_context(case.name, **(case.options | {"n_seq_max": 3}))

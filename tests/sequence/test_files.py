@@ -21,7 +21,7 @@ SAVED = tuple(c for c in CASES if c.has_states and c.name != "t5")
 
 
 @pytest.mark.parametrize("case", SAVED, ids=str)
-def test_a_loaded_sequence_goes_on_where_it_was(
+def test_a_loaded_sequence_continues_where_it_was_saved(
     case: Case, make_context: Make, fresh_logits: Callable[..., Logits], tmp_path: Path
 ) -> None:
     path = tmp_path / "sequence"
@@ -42,7 +42,7 @@ def test_a_loaded_sequence_goes_on_where_it_was(
     assert apart(again.logits(), fresh_logits(case.name, tokens)) < case.tolerance
 
 
-def test_a_sequence_of_which_nothing_was_evaluated(make_context: Make, tmp_path: Path) -> None:
+def test_a_sequence_without_evaluated_tokens(make_context: Make, tmp_path: Path) -> None:
     ctx = make_context("llama")
     for tokens in ([], [5, 6, 7]):
         LlamaSequence(ctx, tokens).save(tmp_path / "s")
@@ -80,7 +80,7 @@ def test_invalid_files_raise(make_context: Make, tmp_path: Path) -> None:
     assert SequenceState.load(tmp_path / "good").tokens.tolist() == [5, 6, 7]  # type: ignore[union-attr]
 
 
-def test_other_types_are_converted_where_that_is_asked_for(
+def test_other_types_are_converted_on_request(
     make_context: Make, fresh_logits: Callable[..., Logits], tmp_path: Path
 ) -> None:
     tokens = [5, 6, 7, 8, 9, 10]
@@ -121,7 +121,7 @@ def test_a_loaded_sequence_has_its_metadata(make_context: Make, tmp_path: Path) 
     assert loaded.fork().metadata is None
 
 
-def test_a_file_of_another_model_is_named_so(
+def test_a_file_of_another_model_is_a_mismatch_not_damage(
     stories: LlamaModel, make_context: Make, tmp_path: Path
 ) -> None:
     """Tokens that this model lacks are no damage."""

@@ -29,7 +29,7 @@ def greedy(ctx: LlamaContext, prompt: str, n: int) -> list[int]:
     return tokens
 
 
-def test_chained_calls_break_and_exceptions_lose_nothing(ctx: LlamaContext) -> None:
+def test_no_token_is_lost_by_repeated_calls_break_or_exceptions(ctx: LlamaContext) -> None:
     wanted = greedy(ctx, PROMPT, 20)
     seq = LlamaSequence(ctx, PROMPT)
     n = len(seq)
@@ -77,7 +77,7 @@ def test_a_prompt_that_does_not_fit_changes_nothing(ctx: LlamaContext) -> None:
     assert other.seq_id is not None, "nobody left for what cannot fit anyway"
 
 
-def test_shifting_where_the_memory_cannot_shift_evaluates_again(make_context: Make) -> None:
+def test_on_full_shift_evaluates_again_if_the_memory_cannot_shift(make_context: Make) -> None:
     ctx = make_context("jamba", n_ctx=256, n_seq_max=1)
     seq = LlamaSequence(ctx, np.arange(5, 15, dtype=np.int32))
     gen = seq.generate(600, on_full="shift")

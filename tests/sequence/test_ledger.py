@@ -29,7 +29,7 @@ def ints(values: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
 
 
 @given(EDITS)
-def test_tokens_and_what_is_held_of_them(edits: list[tuple[str, object]]) -> None:
+def test_the_ledger_tracks_tokens_and_held_tokens(edits: list[tuple[str, object]]) -> None:
     ledger, tokens, memory = Ledger(), [], []
     for name, value in edits:
         before = ledger.tokens
@@ -73,7 +73,7 @@ PIECES = st.lists(st.binary(max_size=4), max_size=12)
 
 
 @given(PIECES)
-def test_text_of_any_bytes_is_that_of_all_of_them(pieces: list[bytes]) -> None:
+def test_streamed_text_equals_decoding_all_bytes_at_once(pieces: list[bytes]) -> None:
     stream = TextStream()
     text = "".join(map(stream.feed, pieces)) + stream.finish()
     assert text == b"".join(pieces).decode("utf-8", "replace")
@@ -107,7 +107,7 @@ def test_text_ends_before_the_first_stop_string(
         assert text[len(given_out) :].startswith(stream.stopped or "")
 
 
-def test_what_is_not_a_stop_raises() -> None:
+def test_an_invalid_stop_raises() -> None:
     assert Stop.of("x", 10) == Stop(("x",))
     assert Stop.of(3, 10) == Stop((), frozenset([3]))
     assert Stop.of(["x", np.int64(3), "x"], 10) == Stop(("x",), frozenset([3]))

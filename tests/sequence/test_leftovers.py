@@ -12,7 +12,7 @@ SERVED = tuple(case for case in CASES if case.has_states)
 
 @pytest.mark.hazard("N64")
 @pytest.mark.parametrize("case", SERVED, ids=str)
-def test_checkpoints_of_tokens_that_are_gone_are_not_gone_back_to(
+def test_checkpoints_of_removed_tokens_are_not_restored(
     case: Case, make_context: Make, fresh_logits: Fresh
 ) -> None:
     ctx = make_context(case.name, **(case.options | {"n_seq_max": 2}))
@@ -60,7 +60,7 @@ def test_cells_changed_by_hand_are_not_parked(
 @pytest.mark.hazard("N66")
 @pytest.mark.parametrize("case", [c for c in SERVED if c.info.can_shift], ids=str)
 @pytest.mark.parametrize("parked", [False, True])
-def test_shifted_cells_are_not_taken_for_those_of_new_tokens(
+def test_shifted_cells_are_not_mistaken_for_cells_of_new_tokens(
     case: Case, parked: bool, make_context: Make, fresh_logits: Fresh
 ) -> None:
     ctx = make_context(case.name, **(case.options | {"n_seq_max": 3}))

@@ -19,7 +19,7 @@ def words(seed: int, n: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     return np.random.default_rng(seed).integers(5, 200, n, dtype=np.int32)
 
 
-def test_parking_spares_the_evaluation(make_context: Make) -> None:
+def test_parked_sequences_are_restored_not_evaluated(make_context: Make) -> None:
     ctx = make_context("llama", n_ctx=256, n_seq_max=2)
     some = [LlamaSequence(ctx, words(i, 40)) for i in range(6)]
     for sequence in some:
@@ -82,7 +82,7 @@ def test_closing_the_context_closes_its_sequences(make_context: Make) -> None:
 
 
 @pytest.mark.hazard("N143")
-def test_models_without_what_it_needs_are_refused(make_context: Make) -> None:
+def test_unsupported_models_are_refused(make_context: Make) -> None:
     for name in ("bert", "t5"):
         with pytest.raises(UnsupportedOperation):
             LlamaSequence(make_context(name), [5])
@@ -100,7 +100,7 @@ def test_a_sequence_is_not_copied_by_accident(make_context: Make) -> None:
             call(sequence)
 
 
-def test_idle_sequences_leave_when_staying_has_cost_as_much(make_context: Make) -> None:
+def test_idle_sequences_are_parked_once_keeping_them_costs_as_much(make_context: Make) -> None:
     ctx = make_context("llama", n_ctx=2048, n_seq_max=4)
     idle = [LlamaSequence(ctx, words(i, 400)) for i in range(3)]
     for sequence in idle:

@@ -49,7 +49,7 @@ def shifted(ctx: LlamaContext, seq_id: int) -> None:
 
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("how", ["sequence", "generator"])
-def test_a_log_handler_may_not_use_what_is_computed(
+def test_a_log_handler_may_not_use_a_sequence_being_evaluated(
     how: str, edit: str, make_context: Make, fresh_logits: Fresh
 ) -> None:
     log = logging.getLogger("pykvcache.llama")
@@ -85,7 +85,7 @@ def test_a_log_handler_may_not_use_what_is_computed(
 
 @needs_timers
 @pytest.mark.parametrize("edit", ["truncate", "close"])
-def test_a_signal_handler_may_not_use_what_is_computed(
+def test_a_signal_handler_may_not_use_a_sequence_being_evaluated(
     edit: str, make_context: Make, fresh_logits: Fresh
 ) -> None:
     """Between two parts of a long prompt: what it raises stops the evaluation."""

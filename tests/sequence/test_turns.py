@@ -27,7 +27,7 @@ def ctx(make_context: Make) -> LlamaContext:
 
 
 @pytest.mark.hazard("N100")
-def test_the_newest_generation_goes_on(ctx: LlamaContext) -> None:
+def test_only_the_newest_generation_continues(ctx: LlamaContext) -> None:
     sequence = LlamaSequence(ctx, words(1, 9))
     older = sequence.generate(20, hot(1, ctx))
     newer = sequence.stream(20, hot(2, ctx))
@@ -106,7 +106,7 @@ def test_closing_in_the_middle_of_a_stream(what: str, ctx: LlamaContext) -> None
         assert not ctx.sequences() or len(ctx.sequences()) == 1
 
 
-def test_a_shift_that_cannot_help_takes_no_tokens(make_context: Make) -> None:
+def test_a_shift_that_cannot_help_drops_no_tokens(make_context: Make) -> None:
     """Ids that are used by hand are not freed by dropping tokens of a sequence."""
     ctx = make_context("llama", n_seq_max=1)
     ctx.decode(words(2, 5), seq_id=0)

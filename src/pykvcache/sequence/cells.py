@@ -194,7 +194,7 @@ class SequenceCells:
     def _verify(self) -> None:
         """Drop cells that were changed outside, or lost when another sequence's decode failed."""
         n, last = self.ledger.n_held, self._native.seq_pos(self.ledger.seq_id, True)
-        # An aborted decode leaves states behind that no position shows.
+        # An aborted decode may leave changed states, which positions do not reveal.
         is_cut = self.needs_points and self._native.needs_removal(self.ledger.seq_id)
         if n and self._native.holds_prefix(self.ledger.seq_id, self.ledger.version):
             is_whole = self._go_back(self.ledger.n_evaluated) if is_cut else last == n - 1
@@ -333,7 +333,7 @@ class SequenceCells:
 
     @property
     def n_fresh(self) -> int:
-        """Number of evaluated tokens equal to a fresh run without an activated adapter.
+        """Number of leading tokens whose cells equal a fresh run's without an activated adapter.
 
         They end where a shift moved tokens, or where the adapter was activated.
         """
@@ -490,7 +490,7 @@ class SequenceCells:
     # Forks ----------------------------------------------------------------------------------
 
     def fork_into(self, child: SequenceCells, n: int) -> None:
-        """Give a new sequence the cells or state of the first n tokens."""
+        """Share the cells or state of the first n tokens with a new sequence."""
         mine, ledger = self.ledger, child.ledger
         if n and mine.n_evaluated and self.seq_id is not None:
             self._verify()
@@ -503,7 +503,7 @@ class SequenceCells:
         ledger.drop_marks()
 
     def _give(self, child: SequenceCells, n: int, held: int) -> None:
-        """Give a fork of n tokens those of them that are held."""
+        """Share the first `held` tokens with a fork of n tokens."""
         if self.seq_id is not None:
             if n == self.n_held:
                 self.checkpoint()
@@ -573,7 +573,7 @@ def check_length(pool: SequencePool, n: int) -> None:
     if ctx.n_ctx_seq < ctx.n_ctx:
         why += f", n_seq_max {ctx.n_seq_max} without kv_unified"
     raise NoKvCacheSlot(
-        f"the sequence has {n} tokens, and one sequence has room for {ctx.n_ctx_seq} ({why}): "
+        f"the sequence has {n} tokens, but one sequence has room for {ctx.n_ctx_seq} ({why}): "
         'truncate or discard some, let LlamaSequence.generate(on_full="shift") do so, or make the '
         "context with a larger n_ctx",
         1,

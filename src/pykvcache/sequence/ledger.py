@@ -29,10 +29,10 @@ class Ledger(lib.Tokens):
     """Tokens of a sequence, and the tokens its memory holds.
 
     The memory holds the first `n_held` of ``tokens[:n_evaluated] + stale``. Editing the tokens
-    never touches the memory: surplus tokens move to `stale`, and count again if the same tokens
-    return. Tokens from `shifted_at` on (if not None) never count again: their K/V was computed
-    with a different prefix. Those from `activated_at` on (if not -1) were evaluated with an
-    activated adapter, and count as long as `invoked_at` is the same. `version` is the memory's
+    never touches the memory: surplus tokens move to `stale`, and count as evaluated again if the
+    same tokens return. Tokens from `shifted_at` on (if not None) never count again: their K/V was
+    computed with a different prefix. Those from `activated_at` on (if not -1) were evaluated with
+    an activated adapter, and count as long as `invoked_at` is the same. `version` is the memory's
     prefix version at the last check.
     """
 
@@ -81,13 +81,13 @@ class Ledger(lib.Tokens):
         self.settle()
 
     def settle(self) -> None:
-        """Stop counting tokens that were evaluated with other adapters than they need now."""
+        """Stop counting tokens that were evaluated with adapters other than those they need now."""
         if self.activated_at != self.invoked_at:
             self._forget(self.limit)
 
     @property
     def limit(self) -> int:
-        """How many tokens can count at most, by the adapters that they were evaluated with."""
+        """Maximum number of tokens that can count, given the adapters they were evaluated with."""
         if self.activated_at == self.invoked_at:
             return sys.maxsize
         return min(at for at in (self.activated_at, self.invoked_at) if at >= 0)
@@ -112,7 +112,7 @@ class Ledger(lib.Tokens):
         self.drop_marks()
 
     def drop_marks(self) -> None:
-        """Drop the marks that no held token is behind."""
+        """Drop the marks at or beyond the end of the held tokens."""
         if self.shifted_at is not None and self.n_held <= self.shifted_at:
             self.shifted_at = None
         if self.activated_at >= 0 and self.n_held <= self.activated_at:

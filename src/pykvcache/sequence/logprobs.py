@@ -24,11 +24,11 @@ class TokenLogprob:
     token
         Token id.
     text
-        Its text; bytes that are no character by themselves are U+FFFD.
+        Its text; bytes that do not form a character by themselves become U+FFFD.
     logprob
         Natural logarithm of the probability, before any stage of the sampler.
     top
-        The likeliest tokens at its place, the likeliest first; empty for those in this list.
+        The likeliest tokens at its position, likeliest first; their own `top` is empty.
     """
 
     token: int
@@ -38,7 +38,7 @@ class TokenLogprob:
 
 
 def likeliest(row: npt.NDArray[np.float32], n: int, chosen: int) -> dict[int, float]:
-    """Return log-probabilities of the n likeliest tokens, in that order, and of one more."""
+    """Return log-probabilities of the n likeliest tokens, in that order, and of `chosen`."""
     n = min(n, len(row))
     top = np.argpartition(row, len(row) - n)[len(row) - n :]
     top = top[np.argsort(-row[top], kind="stable")]

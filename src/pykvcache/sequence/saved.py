@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["load_sequence", "save_sequence"]
 
-#: Keys in the state's metadata: pending tokens, the user's metadata, and where tokens begin that
-#: were shifted, or evaluated with an activated adapter.
+#: Keys in the state's metadata: pending tokens, the user's metadata, and the index of the first
+#: token that was shifted, or evaluated with an activated adapter.
 PENDING, METADATA, SHIFTED, ACTIVATED = "pending", "metadata", "shifted_at", "activated_at"
 
 
@@ -60,7 +60,7 @@ def _computed_with(state: SequenceState, adapters: tuple[str, ...]) -> SequenceS
 
 
 def load_sequence(cells: SequenceCells, path: Path, *, convert: bool) -> Any:
-    """Fill a new sequence from a file; return what was given with it."""
+    """Fill a new sequence from a file; return the user's metadata."""
     name = as_path(path)
     state = SequenceState.load(name, mapped=False)
     with naming(name):

@@ -470,7 +470,8 @@ class LlamaSequence(Closing):
         Parameters
         ----------
         path
-            A path; `LlamaContext.load_sequence` reads the file, too (with an aLoRA only what it applied to).
+            A path; `LlamaContext.load_sequence` reads the file, too (with an aLoRA only what it
+            applied to).
         metadata
             JSON-serializable values with str keys; `describe_state` shows them under "metadata".
         sync
@@ -498,7 +499,7 @@ class LlamaSequence(Closing):
         checkpoints: CheckpointPolicy | None = None,
         convert: bool = False,
     ) -> LlamaSequence:
-        """Return the sequence of a file; its evaluated tokens are not evaluated again.
+        """Load a sequence from a file; its evaluated tokens are not evaluated again.
 
         Its `metadata` is that passed to `save`.
 
@@ -666,7 +667,7 @@ class Generation(Iterator[int]):
     def logprobs(self) -> list[dict[int, float]]:
         """For each token so far, log-probabilities by token id; a copy.
 
-        Of the ``logprobs`` likeliest tokens and the chosen one; empty if ``logprobs`` is 0.
+        Contains the ``logprobs`` likeliest tokens and the chosen one; empty if ``logprobs`` is 0.
         """
         return [dict(one) for one in self._logprobs]
 
@@ -730,7 +731,7 @@ class Generation(Iterator[int]):
         return None
 
     def _helps(self) -> bool:
-        """Return whether fewer tokens would help: not if no sequence id is free."""
+        """Return whether dropping tokens would help; False if only a sequence id is missing."""
         sequence = self._sequence
         is_long = len(sequence) > sequence._cells.pool.most_tokens
         return is_long or sequence.seq_id is not None

@@ -56,7 +56,9 @@ def test_others_continue_while_a_long_prompt_is_evaluated(make_context: Make) ->
     assert steps >= 300 // 16
 
 
-def test_who_comes_last_leaves_when_cells_run_out_and_goes_on_later(make_context: Make) -> None:
+def test_the_newest_request_is_parked_when_cells_run_out_and_resumes_later(
+    make_context: Make,
+) -> None:
     ctx = make_context("llama", n_ctx=256, n_seq_max=4)
     lonely = make_context("llama", n_ctx=256, n_seq_max=1)
     prompts = [words(i, 60) for i in range(4)]
@@ -72,7 +74,7 @@ def test_who_comes_last_leaves_when_cells_run_out_and_goes_on_later(make_context
     assert ctx.tokens_evaluated < 4 * 160 + 10, "nobody was evaluated twice"
 
 
-def test_larger_priority_goes_first(make_context: Make) -> None:
+def test_higher_priority_runs_first(make_context: Make) -> None:
     ctx = make_context("llama", n_seq_max=1)
     generator = BatchGenerator(ctx)
     low = generator.submit([5, 6], 10, Sampler(temperature=1, seed=1))
@@ -124,7 +126,7 @@ def test_a_step_runs_as_much_python_for_many_as_for_one(make_context: Make) -> N
 
 
 @pytest.mark.hazard("N73")
-def test_nothing_is_decoded_after_cells_that_changed(make_context: Make) -> None:
+def test_nothing_is_decoded_if_cells_were_changed(make_context: Make) -> None:
     ctx = make_context("llama", n_seq_max=2)
     native = ctx.native
     ledger = lib.Tokens(np.array(words(1, 12), np.int32))

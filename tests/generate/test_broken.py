@@ -116,7 +116,7 @@ def test_a_generator_of_a_context_that_failed_ends_its_requests_and_closes(
     assert_as_new(ctx, make)
 
 
-def test_a_generator_goes_on_when_a_context_that_failed_was_cleared(make: Make) -> None:
+def test_a_generator_continues_after_its_failed_context_is_cleared(make: Make) -> None:
     ctx = make()
     generator = BatchGenerator(ctx)
     handles = [generator.submit(words(i, 20), 12) for i in range(3)]

@@ -50,7 +50,7 @@ def alone(ctx: LlamaContext, prompt: str, n: int) -> list[int]:
         return list(sequence.generate(n))
 
 
-def test_iterating_over_one_drives_them_all(ctx: LlamaContext) -> None:
+def test_iterating_over_one_handle_drives_all_requests(ctx: LlamaContext) -> None:
     generator = BatchGenerator(ctx)
     handles = [generator.submit(prompt, 10) for prompt in PROMPTS]
     assert all(handle.finish_reason is None for handle in handles)
@@ -153,7 +153,7 @@ def test_an_error_of_one_request_leaves_the_others_alone(ctx: LlamaContext) -> N
     assert good.wait().tokens.tolist() == alone(ctx, PROMPTS[0], 12)
 
 
-def test_what_fills_the_cache_alone_ends_full(stories: LlamaModel) -> None:
+def test_a_request_that_fills_the_cache_alone_ends_with_full(stories: LlamaModel) -> None:
     with LlamaContext(stories, n_ctx=256, n_seq_max=2, n_threads=1, **EXACT) as ctx:
         generator = BatchGenerator(ctx)
         handle = generator.submit(PROMPTS[0], 1000)
@@ -165,7 +165,7 @@ def test_what_fills_the_cache_alone_ends_full(stories: LlamaModel) -> None:
             assert len(one.tokens) == 257 - n
 
 
-def test_closing_ends_what_is_left(ctx: LlamaContext) -> None:
+def test_closing_ends_the_remaining_requests(ctx: LlamaContext) -> None:
     with BatchGenerator(ctx) as generator:
         handles = [generator.submit(prompt, 50) for prompt in PROMPTS]
         generator.step()
@@ -312,7 +312,7 @@ def test_dropping_a_handle_aborts(generator: BatchGenerator) -> None:
     assert is_empty(generator)
 
 
-def test_a_sequence_of_the_caller_goes_on_without_a_handle(ctx: LlamaContext) -> None:
+def test_a_callers_sequence_continues_without_a_handle(ctx: LlamaContext) -> None:
     with LlamaSequence(ctx, TEXT) as sequence, BatchGenerator(ctx) as generator:
         n = len(sequence)
         generator.submit(sequence, 5)
@@ -321,7 +321,7 @@ def test_a_sequence_of_the_caller_goes_on_without_a_handle(ctx: LlamaContext) ->
         assert len(sequence) == n + 5
 
 
-def test_steps_tell_of_handles_that_are_there(ctx: LlamaContext) -> None:
+def test_steps_return_tokens_of_kept_handles_and_of_callers_sequences(ctx: LlamaContext) -> None:
     with LlamaSequence(ctx, TEXT) as sequence, BatchGenerator(ctx) as generator:
         kept = generator.submit(TEXT, 4)
         generator.submit(sequence, 4)
@@ -336,7 +336,7 @@ def test_steps_tell_of_handles_that_are_there(ctx: LlamaContext) -> None:
             assert sum(len(generator.step()) for _ in range(5)) == 3
 
 
-def test_without_a_limit_it_goes_on_to_the_end_of_the_context(stories: LlamaModel) -> None:
+def test_a_request_without_a_limit_continues_until_the_context_is_full(stories: LlamaModel) -> None:
     never = Sampler(temperature=0, logit_bias={t: -1e6 for t in range(3)})
     with LlamaContext(stories, n_ctx=256, n_seq_max=1, n_threads=1) as ctx:
         with LlamaSequence(ctx, TEXT) as sequence:

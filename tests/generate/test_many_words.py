@@ -25,7 +25,7 @@ def sampler(i: int) -> Sampler:
     )[i % 4]
 
 
-def test_texts_chosen_side_by_side_are_those_chosen_alone(tmp_path: Path) -> None:
+def test_texts_generated_in_a_batch_equal_those_generated_alone(tmp_path: Path) -> None:
     path = tmp_path / "wide.gguf"
     plan = attention_models.llama(Sizes(n_layer=1), N_VOCAB)
     write_gguf(path, plan, vocab.dummy(N_VOCAB), 0)

@@ -16,9 +16,7 @@ SEED = int(os.environ.get("PYKVCACHE_FUZZ_SEED", "1"))
 
 
 @pytest.mark.parametrize("case", SERVED, ids=str)
-def test_everything_at_once_in_too_little_room(
-    case: Case, make_context: Make, tmp_path: Path
-) -> None:
+def test_mixed_programs_with_too_few_cells(case: Case, make_context: Make, tmp_path: Path) -> None:
     checked = other = 0
     for program in range(PROGRAMS):
         n_seq_max = 1 + (SEED + program + SERVED.index(case)) % 4

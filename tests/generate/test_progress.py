@@ -42,7 +42,7 @@ def test_a_bar_counts_requests_to_the_end(
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
-def test_it_is_off_without_a_terminal_or_rich(
+def test_the_bar_is_off_without_a_terminal_or_rich(
     make_context: Make, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ctx = make_context("llama")

@@ -57,10 +57,10 @@ def test_a_sampler_for_another_model_is_refused_by_the_call(make_context: Make) 
 
 @pytest.mark.hazard("N148")
 @pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
-def test_where_the_positions_of_the_model_end(
+def test_reaching_the_last_position_ends_one_request_as_full(
     name: str, make_context: Make, fresh_logits: Fresh
 ) -> None:
-    """Long before the cells do: it counts as full, and ends one request."""
+    """The last position comes long before the last cell."""
     options = {"rope_freq_scale": 1e4}
     ctx = make_context(name, n_ctx=256, n_seq_max=2, **options)
     most = ctx.max_position + 1
@@ -134,7 +134,9 @@ def test_a_request_for_no_tokens_leaves_nothing(make_context: Make) -> None:
 
 @pytest.mark.hazard("N67")
 @pytest.mark.parametrize("how", ["aborted", "error"])
-def test_the_first_sample_that_ends_early_leaves_the_others(how: str, make_context: Make) -> None:
+def test_a_first_sample_that_ends_early_does_not_end_the_others(
+    how: str, make_context: Make
+) -> None:
     ctx = make_context("llama")
     generator = BatchGenerator(ctx, n_chunk=8)
     prompt = LlamaSequence(ctx, words(1, 30))

@@ -2,7 +2,7 @@
 
 ================  ==================================================================
 `generator.py`    `BatchGenerator`: submits requests and drives steps
-`handle.py`       `GenerationHandle`: the user's object of a request
+`handle.py`       `GenerationHandle`: the object through which a user controls a request
 `request.py`      `GenerationRequest`: one request and its results
 `schedule.py`     which requests run, wait, or are parked
 `step.py`         one decode for all running requests

@@ -171,8 +171,9 @@ class BatchGenerator(Closing):
         ----------
         prompt
             Text, token ids, or a LlamaSequence, which grows; do not edit it during the
-            generation. Of several generations of one sequence (by `LlamaSequence.generate` or
-            another generator) the newest continues: an older request ends with `OvertakenError`.
+            generation. If a sequence has several generations (by `LlamaSequence.generate` or
+            another generator), only the newest continues: an older request ends with
+            `OvertakenError`.
         max_tokens
             Maximum number of new tokens; None: until the text ends or the context is full.
         sampler
@@ -373,7 +374,7 @@ class BatchGenerator(Closing):
         ClosedError
             It is closed.
         TypeError
-            ``progress`` is neither None nor a flag.
+            ``progress`` is neither None nor a bool.
         """
         from pykvcache.generate.progress import watching  # here, because rich is an extra
 
@@ -395,7 +396,7 @@ class BatchGenerator(Closing):
         ClosedError
             It is closed.
         RuntimeError
-            The system refuses a thread; `run` and `step` need none.
+            The system cannot start a thread; `run` and `step` need none.
         """
         self._check_open()
         with self._lock:

@@ -1,4 +1,4 @@
-"""GenerationHandle: the user's object of a request. Dropping it ends the request."""
+"""GenerationHandle: a user's control of a request. Dropping it ends the request."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class GenerationHandle:
         return self
 
     def stream(self) -> HandleStream:
-        """Return an iterator over its text as soon as it is certain; also for ``async for``.
+        """Return an iterator that yields its text once it is final; also for ``async for``.
 
         Yields whole characters only, and no part of a stop string.
         """
@@ -159,7 +159,7 @@ class GenerationHandle:
 
 
 def handle_of(request: GenerationRequest) -> GenerationHandle | None:
-    """Return a new handle of a request whose handle was dropped; None if that has ended it."""
+    """Return a new handle of a request whose handle was dropped; None if dropping has ended it."""
     return None if request.is_owned else GenerationHandle(request)
 
 

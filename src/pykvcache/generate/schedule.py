@@ -116,7 +116,7 @@ class Schedule:
             self._is_ready(self.cached(request))
 
     def _is_ready(self, cached: Request | None) -> bool:
-        """Return whether tiers are done with a request; search for at most as many as can run."""
+        """Return whether the tiers are done with a request; start a search if a place is free."""
         cache = self.cache
         if cached is None or cache is None or not cache.has_tiers:
             return True

@@ -15,7 +15,7 @@ from pykvcache.sequence.cells import Row, SequenceCells
 
 __all__ = ["Stepper"]
 
-#: Tokens of prompts in a batch whose time tells how long evaluating takes.
+#: Minimum number of prompt tokens in a batch from which evaluation time is learned.
 _LEAST_TIMED = 16
 
 
@@ -30,9 +30,10 @@ class Share(NamedTuple):
 class Stepper:
     """Makes a batch of pending tokens, decodes it and passes the logits to the requests.
 
-    Unchanged sequences that lack one token go into a single call of the compiled layer, which
-    verifies that, decodes, chooses and appends. Python collects the parts of prompts for the same
-    decode. If no request joins or leaves, that call is the whole step.
+    Unchanged sequences that lack one token share a single call of the compiled layer, which
+    verifies that they are unchanged, decodes, chooses the tokens and appends them. Python
+    collects the parts of prompts for the same decode. If no request joins or leaves, that call is
+    the whole step.
 
     Adapters apply to a whole decode. So with an activated adapter a step makes two: one for tokens
     before the activation, and one for those after it.
@@ -55,7 +56,7 @@ class Stepper:
         self._n_waiting = 0
         self._turns = 0  # the pool's turn counter after the last step
         self._made: list[tuple[GenerationRequest, int]] = []  # of a step that was aborted
-        # Tokens and seconds of batches since the last logits, which a device computes later.
+        # Tokens and seconds of batches since logits were last read; devices may still run them.
         self._n_timed, self._seconds = 0, 0.0
 
     def step(self) -> list[tuple[GenerationRequest, int]]:

@@ -89,7 +89,7 @@ def test_what_is_kept(policy: str, budget: int, text: str, expected: str) -> Non
 
 def test_the_default_is_one_of_them() -> None:
     assert DEFAULT in POLICIES
-    with pytest.raises(ValueError, match="no policy 'best': known are lru, "):
+    with pytest.raises(ValueError, match="no policy 'best': choose one of lru, "):
         make_policy("best")
     with pytest.raises(TypeError, match="not int"):
         make_policy(3)  # type: ignore[arg-type]

@@ -129,10 +129,10 @@ def test_a_size_that_the_lines_contradict_raises(tmp_path: Path) -> None:
 def test_a_trace_that_is_made_is_checked_too() -> None:
     with pytest.raises(ArgumentError, match="x, prompt 1: 31 tokens in blocks of 10 have 3 or 4"):
         Trace.from_ids("x", [[1, 2], [1, 2]], [15, 31], block_size=10)
-    with pytest.raises(ArgumentError, match="x: 2 prompts, and 1 lengths"):
+    with pytest.raises(ArgumentError, match="x: 2 prompts, but 1 lengths"):
         Trace.from_ids("x", [[1, 2], [1, 2]], [15], block_size=10)
 
 
 def test_what_is_no_name_of_a_file_is_an_argument_error() -> None:
-    with pytest.raises(ArgumentError, match="character 1 is none that a file name can hold"):
+    with pytest.raises(ArgumentError, match="character 1 cannot be part of a file name"):
         read_trace("a\0b")

@@ -32,7 +32,7 @@ def test_workloads_are_drawn_with_a_seed(name: str) -> None:
 
 
 def test_an_unknown_workload_raises() -> None:
-    with pytest.raises(ValueError, match="no workload 'best': known are chat, "):
+    with pytest.raises(ValueError, match="no workload 'best': choose one of chat, "):
         workload("best")
 
 

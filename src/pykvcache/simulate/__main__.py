@@ -57,7 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--jobs", type=int, default=_n_processors(), help="processes (default: one per processor)"
     )
-    parser.add_argument("--prompts", type=int, default=4000, help="of a synthetic workload (4000)")
+    parser.add_argument(
+        "--prompts", type=int, default=4000, help="prompts per synthetic workload (4000)"
+    )
     parser.add_argument("--plot", metavar="FILE", help="draw a picture: .svg, .png (matplotlib)")
     return parser
 

@@ -80,8 +80,8 @@ def most_hits(trace: Trace, n_blocks: int) -> Result:
 
     After each prompt the cache keeps the blocks with the nearest next use, among those cached and
     the prompt's own, so a new block may be refused. A use of a block is also a use of the blocks
-    before it; of blocks with the same next use the deepest is evicted first, so the cached blocks
-    form a tree.
+    before it; among blocks with the same next use the deepest is evicted first, so the cached
+    blocks form a tree.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ def most_hits(trace: Trace, n_blocks: int) -> Result:
 
 
 def _next_uses(trace: Trace) -> list[list[int | None]]:
-    """Return the next prompt that uses it, for each block of each prompt; None if none does."""
+    """Return, for each block of each prompt, the next prompt that uses it; None if none does."""
     seen: dict[int, int] = {}
     found: list[list[int | None]] = []
     for at in range(len(trace.prompts) - 1, -1, -1):

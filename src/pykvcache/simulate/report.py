@@ -144,7 +144,7 @@ def compare(
     for name in names:
         if not isinstance(name, str) or name not in POLICIES:
             raise ArgumentError(
-                f"there is no policy {shown(name)}: known are {', '.join(POLICIES)}",
+                f"there is no policy {shown(name)}: choose one of {', '.join(POLICIES)}",
                 "policies",
                 name,
                 tuple(POLICIES),

@@ -57,7 +57,7 @@ class Trace:
         lengths = as_list(self.lengths, "lengths", "integers")
         if len(prompts) != len(lengths):
             counts = len(prompts), len(lengths)
-            text = f"{self.name}: {counts[0]} prompts, and {counts[1]} lengths"
+            text = f"{self.name}: {counts[0]} prompts, but {counts[1]} lengths"
             raise ArgumentError(text, "lengths", counts[1], counts[0])
         for i, (ids, length) in enumerate(zip(prompts, lengths, strict=True)):
             where = f"{self.name}, prompt {i}"
@@ -82,7 +82,7 @@ class Trace:
         for ids in as_list(prompts, "prompts", "lists of ids"):
             row = as_list(ids, "prompts", "ids")
             if not all(isinstance(x, Hashable) for x in row):
-                raise TypeError(f"{name}, prompt {len(arrays)}: an id cannot be compared by hash")
+                raise TypeError(f"{name}, prompt {len(arrays)}: an id is not hashable")
             arrays.append(np.array([numbers.setdefault(x, len(numbers)) for x in row], np.uint32))
         known = [len(x) * block_size for x in arrays] if lengths is None else list(lengths)
         return cls(name, block_size, arrays, known)
@@ -182,7 +182,9 @@ def _as_ids(ids: Any, where: str) -> NDArray[np.uint32]:
     if found.ndim == 1 and not found.size:
         return np.empty(0, np.uint32)
     if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise TypeError(f"{where}: ids must be integers in a row, not {found.dtype} {found.shape}")
+        raise TypeError(
+            f"{where}: ids must be one row of integers, not {found.dtype} {found.shape}"
+        )
     if found.dtype != np.uint32 and (found.min() < 0 or found.max() >= 2**32):
         wrong = int(found.min() if found.min() < 0 else found.max())
         text = f"{where}: id {wrong} is not in [0, {2**32})"
@@ -245,7 +247,7 @@ def _number(row: Mapping[str, Any], name: str, where: str, least: int) -> int:
     value = row.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ArgumentError(
-            f"{where}: {name} is {shown(value)}, not an integer from {least} on",
+            f"{where}: {name} is {shown(value)}: it must be an integer of at least {least}",
             f"{where}: {name}",
             value,
             least,

@@ -257,7 +257,7 @@ def workload(name: str, n_prompts: int = 4000, seed: int = 1) -> Trace:
     n_prompts, seed = as_int(n_prompts, "n_prompts", 0, 2**31 - 1), as_index(seed, "seed")
     if name not in WORKLOADS:
         raise ArgumentError(
-            f"there is no workload {shown(name)}: known are {', '.join(WORKLOADS)}",
+            f"there is no workload {shown(name)}: choose one of {', '.join(WORKLOADS)}",
             "name",
             name,
             tuple(WORKLOADS),

@@ -48,7 +48,7 @@ def make_policy(policy: str | Policy) -> Policy:
         raise TypeError(f"policy must be a name or a Policy object, not {given}")
     if policy not in POLICIES:
         raise ArgumentError(
-            f"there is no policy {shown(policy)}: known are {', '.join(POLICIES)}",
+            f"there is no policy {shown(policy)}: choose one of {', '.join(POLICIES)}",
             "policy",
             policy,
             tuple(POLICIES),

@@ -150,7 +150,7 @@ def test_a_turn_that_cannot_fit_changes_nothing(ctx: LlamaContext) -> None:
     turn(one, "Lucy has a kite.")
     turn(one, "Tom has a dog.")
     before = one.sequence.tokens.tolist(), list(one.messages), list(one.turns), one.text
-    with pytest.raises(NoKvCacheSlot, match="room for 512: start the chat with a larger --n-ctx"):
+    with pytest.raises(NoKvCacheSlot, match="room for 512, so it was not added: start the chat"):
         turn(one, "Lucy has a kite. " * 200)
     now = one.sequence.tokens.tolist(), one.messages, one.turns, one.text
     assert now == before
@@ -254,7 +254,7 @@ def test_a_session_with_other_types_is_refused_with_a_hint(
     [
         (["chat.kv"], 2, "--session chat.kv"),
         (["-s", "/none/chat.kv"], 2, "there is no folder"),
-        (["-s", "/proc/chat.kv"], 1, "no file can be made in /proc"),
+        (["-s", "/proc/chat.kv"], 1, "no file can be created in /proc"),
     ],
 )
 def test_a_session_that_cannot_be_saved_is_refused_before_the_first_turn(

@@ -186,7 +186,9 @@ def test_info_says_what_the_context_says(name: str, model_folder: Path, capsys: 
 
 @pytest.mark.parametrize("swa_full", [True, False])
 @pytest.mark.parametrize("name", ["gemma3", "jamba", "glm5_next"])
-def test_bytes_of_any_size_without_making_it(name: str, swa_full: bool, model_folder: Path) -> None:
+def test_context_bytes_equal_those_of_a_real_context(
+    name: str, swa_full: bool, model_folder: Path
+) -> None:
     options: dict[str, Any] = {"n_seq_max": 3, "type_k": "bf16", "swa_full": swa_full}
     if name == "glm5_next":  # stores both in one type
         options["type_v"] = "bf16"
@@ -222,7 +224,7 @@ def test_state_info_and_verify(saved: Path, capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("command", [["info"], ["verify"], ["cut", "-n", "1"], ["convert"]])
-def test_a_file_that_is_no_state_is_named(
+def test_a_file_that_is_not_a_state_is_named(
     command: list[str], tmp_path: Path, capsys: Capture
 ) -> None:
     (tmp_path / "text.txt").write_text("not a state")
@@ -270,7 +272,7 @@ def test_state_in_other_types(saved: Path, capsys: Capture) -> None:
     assert main(["state", "convert", str(saved), str(saved)]) == 2
 
 
-def test_bench_gives_figures_of_all(capsys: Capture) -> None:
+def test_bench_reports_every_measurement(capsys: Capture) -> None:
     found = json.loads(out_of(capsys, "bench", "-n", "64", "--repeat", "1", "--json"))
     names = ("evaluate", "fork", "take_out", "put_back", "load", "generate_32", "generate_8x32")
     assert all(found[name] > 0 for name in names)
@@ -285,7 +287,7 @@ def test_an_invalid_token_id_is_named(text: str, capsys: Capture) -> None:
     assert len(said) < 500
 
 
-def test_an_argument_that_is_not_text_is_read_as_a_pipe_is(capsys: Capture) -> None:
+def test_an_argument_with_invalid_utf8_is_read_like_piped_input(capsys: Capture) -> None:
     assert out_of(capsys, "tokenize", "--ids", os.fsdecode(b"a\xffb")) == out_of(
         capsys, "tokenize", "--ids", "a\ufffdb"
     )

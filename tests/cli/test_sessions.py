@@ -97,7 +97,7 @@ def said_in(ctx: LlamaContext, path: Path) -> list[str]:
         (["one", "/fork b", "two", "/switch main"], ["one", "two"], "not saved: branch main"),
         (["one", "/fork b", "two", "/switch main", "three"], ["one", "three"], "branch b"),
         (["one", "/save {a}", "/fork b", "two", "/save {a}"], ["one", "two"], "branch main"),
-        (["one", "/load {other}"], ["one"], "holds another chat"),
+        (["one", "/load {other}"], ["one"], "holds a different chat"),
         (["one", "/load {other}", "two"], ["elsewhere", "two"], "holds this chat"),
         (["one", "/save {session}"], ["one"], "holds this chat"),
     ],
@@ -165,7 +165,7 @@ def test_a_file_that_another_chat_wrote_is_not_overwritten(
     second.answer("of the second", 3, GREEDY)
     assert "another program has written" in capsys.readouterr().err
     second.end()
-    assert "holds another chat" in capsys.readouterr().err
+    assert "holds a different chat" in capsys.readouterr().err
     assert said_in(ctx, path) == ["one", "of the first"]
     second.obey(f"/save {tmp_path / 'second.kv'}")
     assert said_in(ctx, tmp_path / "second.kv") == ["one", "of the second"]
@@ -251,7 +251,7 @@ def test_forged_metadata_is_refused(
 
 
 @pytest.mark.parametrize("forge", ODD)
-def test_a_text_that_is_not_of_the_messages_is_rendered_anew(
+def test_a_saved_text_that_does_not_match_its_messages_is_rendered_again(
     forge: Callable[[dict[str, Any]], object], ctx: LlamaContext, tmp_path: Path
 ) -> None:
     path = tmp_path / "chat.kv"
@@ -288,7 +288,7 @@ SHORTENED = (
 
 @pytest.mark.parametrize("template", [PLAIN, SHORTENED, None])
 @pytest.mark.parametrize("name", ["llama", "lfm2"])
-def test_random_commands_keep_text_and_tokens_those_of_the_messages(
+def test_text_and_tokens_match_the_messages_after_random_commands(
     name: str, template: str | None, model_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
     rng, saved = random.Random(3), tmp_path / "saved.kv"

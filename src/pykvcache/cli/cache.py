@@ -94,7 +94,7 @@ def disk_usage(where: str, as_json: bool) -> None:
 def trim_to(where: str, max_bytes: int) -> None:
     """Remove blocks until at most SIZE (such as 500M or 10G) is left.
 
-    The least recently used go first. For example: pykvcache cache trim ~/.cache/blocks 10G
+    The least recently used are removed first. For example: pykvcache cache trim ~/.cache/blocks 10G
     """
     with _open(where) as store:
         removed = store.trim(max_bytes)
@@ -168,7 +168,7 @@ def _open(where: str, *, changes: bool = True) -> Iterator[BlockStore]:
             # Addresses may hold a password.
             place = re.sub(r"(://[^/@]*):[^/@]*@", r"\1:***@", where)
             why = f" ({count.last_error})" if count.last_error else ""
-            raise click.ClickException(f"{place} did not answer, or not everything{why}")
+            raise click.ClickException(f"{place} did not answer every request{why}")
 
 
 def _ago(then: float) -> str:

@@ -127,7 +127,7 @@ def _check_folder(session: str) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise click.ClickException(
-            f"--session {session}: no file can be made in {folder} ({error.strerror})"
+            f"--session {session}: no file can be created in {folder} ({error.strerror})"
         ) from None
 
 
@@ -180,8 +180,8 @@ class Files:
         known, _ = self._known.get(os.path.realpath(path), (None, None))
         if _id_of(path) not in (None, known):
             raise FileExistsError(
-                f"another program has written {path} since, and that stays: "
-                "/save OTHER saves this chat"
+                f"another program has written {path} since, so it was not overwritten: "
+                "use /save OTHER to save this chat"
             )
         self.write(one, path)
 
@@ -195,7 +195,7 @@ class Files:
 
 @contextlib.contextmanager
 def _delayed_ctrl_c() -> Iterator[None]:
-    """Handle a Ctrl-C of the body at its end."""
+    """Delay a Ctrl-C within the block until its end."""
     # A handler that was not installed from Python cannot be put back.
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is None:
@@ -277,7 +277,7 @@ class Chat:
         elif held:
             note(f"({session} holds branch {held[0]}: the same command continues it)")
         elif os.path.exists(session):
-            note(f"({session} holds another chat than this one)")
+            note(f"({session} holds a different chat)")
         branches = self._branches.items()
         lost = [name for name, one in branches if one.turns and not self._files.has(one)]
         if lost:

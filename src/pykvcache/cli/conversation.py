@@ -58,8 +58,8 @@ class TurnFigures:
 class Conversation:
     """Messages, and a sequence that holds their tokens; forks share the evaluated tokens.
 
-    Messages are the truth. With a chat template they are rendered; without one their contents are
-    the text, and the model continues it to the end of the line.
+    Messages decide the tokens. With a chat template they are rendered; without one their contents
+    are the text, and the model continues it to the end of the line.
 
     Attributes
     ----------
@@ -71,9 +71,9 @@ class Conversation:
         The text of the tokens; empty while they are unknown, after an interrupted change.
     marks
         Length of the text and number of tokens before a message, by its index. A user's message
-        has none if the template has since rendered earlier messages in another way.
+        has no mark if the template has since rendered earlier messages differently.
     metadata
-        Of the file that it was loaded from; saved again.
+        Metadata of the file that it was loaded from; `save` writes it again.
     template
         A chat template in place of the model's own.
     """
@@ -160,7 +160,7 @@ class Conversation:
     ) -> Generator[str, None, None]:
         """Add a message of the user, and yield the answer; ``figures`` is filled in.
 
-        Where the cache is too small for the whole conversation, its oldest turns are dropped
+        If the cache is too small for the whole conversation, its oldest turns are dropped
         first. However it ends, the text that was yielded is part of the conversation.
         """
         self._settle()
@@ -215,7 +215,7 @@ class Conversation:
     ) -> None:
         tokens = self.sequence.tokens[before:]
         answer = self.context.model.detokenize(tokens)
-        # The stop string is among the tokens, and not part of a templated answer.
+        # The stop string is among the tokens, but is not part of a templated answer.
         is_cut = stream.finish_reason == "stop" and self.has_template
         self.messages[-1]["content"] = said if is_cut else answer
         self.text = prompt + answer
@@ -227,8 +227,8 @@ class Conversation:
         room, alone = self.context.n_ctx_seq, self._alone()
         if alone > room:
             raise NoKvCacheSlot(
-                f"this turn alone needs {alone} tokens, and there is room for {room}: "
-                "start the chat with a larger --n-ctx; it was not added",
+                f"this turn alone needs {alone} tokens, but there is room for {room}, so it was "
+                "not added: start the chat with a larger --n-ctx",
                 1,
                 n_tokens=alone,
                 n_cells=room,
@@ -307,7 +307,7 @@ class Conversation:
     def load(cls, ctx: LlamaContext, path: str, template: str | None = None) -> Conversation:
         """Read a file of `save`; its tokens are not evaluated again.
 
-        Also reads a file of `LlamaSequence.save` with ``{"messages": [...]}`` as metadata, where
+        Also reads a file of `LlamaSequence.save` with ``{"messages": [...]}`` as metadata, if
         the model has a template: the messages are rendered, and the common prefix is kept.
 
         Raises
@@ -332,7 +332,7 @@ class Conversation:
             (SequenceState if found.kind == "sequence" else ContextState).load(path)
             raise StateError(
                 f"{path}: neither a chat that 'pykvcache chat' saved, nor a sequence with messages "
-                "of a role and a text each"
+                "that each have a role and a text"
             ) from None
         try:
             sequence = LlamaSequence.load(ctx, path)
@@ -373,7 +373,7 @@ def _other_types(path: str, found: StateInfo, ctx: LlamaContext) -> StateLayoutM
     model = "" if used == embedded_model_path() else f"-m {used} "
     saved, wanted = (" ".join(f"--type-{part} {t[part]}" for part in t) for t in (theirs, ours))
     return StateLayoutMismatch(
-        f"{path}: it was saved with {saved}: give these, or convert the file first: "
+        f"{path}: it was saved with {saved}: pass these options, or convert the file first: "
         f"pykvcache state convert {model}{path} OUT {wanted}",
         what="types",
         value=tuple(theirs.values()),

@@ -101,9 +101,9 @@ def generate(
     """
     for what, value in (("system", system), ("chat-template", template)):
         if value is not None and not chat:
-            raise click.UsageError(f"--{what} goes with --chat")
+            raise click.UsageError(f"--{what} needs --chat")
     if logprobs and not as_json:
-        raise click.UsageError("--logprobs goes with --json")
+        raise click.UsageError("--logprobs needs --json")
     if grammar is not None and json_schema is not None:
         raise click.UsageError("give --grammar or --json-schema, not both")
     text = read_text(prompt, file)
@@ -145,7 +145,7 @@ def _check_length(llm: LLM, n_prompt: int) -> None:
         raise click.UsageError("the prompt has no tokens")
     if n_prompt > room and llm.context.memory_kind != "recurrent":
         raise click.ClickException(
-            f"the prompt has {n_prompt} tokens, and the cache has room for {room}: give a larger "
+            f"the prompt has {n_prompt} tokens, but the cache has room for {room}: give a larger "
             "--n-ctx"
         )
 

@@ -196,7 +196,7 @@ adapter_options = _group(
         metavar="FILE:SCALE",
     ),
 )
-#: Of a command that opens one context: see `open_from_options`.
+#: Options of a command that opens one context: see `open_from_options`.
 context_options = _group(
     option(
         "--n-ctx",
@@ -273,7 +273,7 @@ def read_text(given: str | None, file: str | None) -> str:
         return sys.stdin.buffer.read().decode("utf-8", "replace")
     if given is None or given == "-":
         raise click.UsageError("there is no text: give it as an argument, by --file, or by a pipe")
-    # Bytes that are no text in this locale come as surrogates: read them as those of a pipe.
+    # Bytes that are not valid text in this locale arrive as surrogates: decode them as from a pipe.
     is_text = not any("\udc80" <= c <= "\udcff" for c in given)
     return given if is_text else given.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 

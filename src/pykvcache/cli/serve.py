@@ -201,7 +201,7 @@ def serve(
             f"the server needs {error.name}: {how_to_install('serve')}"
         ) from None
     if folder_mib is not None and not any(map(is_folder, tiers)):
-        raise click.UsageError("--cache-limit goes with the folder of a --cache")
+        raise click.UsageError("--cache-limit needs a --cache that is a folder")
     folder_bytes = None if folder_mib is None else folder_mib << 20
     keys = read_keys(api_keys, api_key)
     if keys is None and not is_loopback(host):
@@ -259,7 +259,7 @@ def bound(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        # asyncio sets it for its own sockets only. Without it a token may wait 40 ms for an ACK.
+        # asyncio sets this only on its own sockets. Without it a token may wait 40 ms for an ACK.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.bind((host, port))
         listener.listen()
@@ -296,7 +296,7 @@ def read_keys(path: str | None, given: tuple[str, ...]) -> dict[str, str] | None
                 continue
             if len(parts) > 2:
                 raise click.ClickException(
-                    f"{path}, line {i}: it must be a key, a space and a tenant's name, and has "
+                    f"{path}, line {i}: it must be a key, a space and a tenant's name, but has "
                     f"{len(parts)} words"
                 )
             keys[parts[0]] = parts[1] if len(parts) == 2 else _name(parts[0])

@@ -98,7 +98,7 @@ def cut(file: str, out: str, tokens: int) -> None:
     with naming(file):
         sequence = SequenceState.load(file, mapped=False)
     if tokens > len(sequence):
-        raise click.UsageError(f"{tokens} tokens asked for: the file holds {len(sequence)}")
+        raise click.UsageError(f"{tokens} tokens requested, but the file holds {len(sequence)}")
     with naming(file):
         part = sequence[:tokens]
     size = part.save(out)
@@ -134,12 +134,12 @@ def convert(
     pykvcache's format. The model (-m) must be the one that the state was saved with.
     """
     if os.path.exists(out) and os.path.samefile(file, out):
-        raise click.UsageError("OUT is FILE: give it another name")
+        raise click.UsageError("OUT is the same file as FILE: choose another name")
     with naming(file):
         header = _header(file)
         if to == "pykvcache" and _has_types(header, type_k, type_v):
             raise click.UsageError(
-                f"{file} would stay as it is: say what to change by --to, --type-k or --type-v"
+                f"nothing to convert in {file}: say what to change with --to, --type-k or --type-v"
             )
         ctx, saved = _restored(file, header, model, type_k, type_v)
     with ctx:

@@ -86,8 +86,8 @@ def _summary(stage: Stage, seconds: float) -> bool:
 
 
 COARSE = (
-    " Quantized weights round that much. It changes words where two are about equally likely, so "
-    "texts may differ between two right runs."
+    " Quantized weights round that much. This changes words when two are about equally likely, so "
+    "texts may differ between two correct runs."
 )
 
 

@@ -245,7 +245,7 @@ class Stage:
 
     @property
     def tolerance(self) -> float:
-        """Largest difference of equal logits."""
+        """Largest difference at which logits count as equal."""
         return max(RIGHT, self.noise * self.factor)
 
     @property

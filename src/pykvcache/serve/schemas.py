@@ -54,8 +54,8 @@ class Common(Struct, kw_only=True):
     lora: list[Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.lora:  # answers of another adapter would look right
-            raise ValueError("lora: adapters are those that the server was started with")
+        if self.lora:  # without this check, answers with the wrong adapters would go unnoticed
+            raise ValueError("lora: adapters are set when the server starts, not by requests")
 
     @property
     def cache_ttl(self) -> float | None:

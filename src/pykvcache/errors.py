@@ -87,19 +87,19 @@ class UnsupportedError(KvCacheError, RuntimeError):
 
 
 class DetailedError(KvCacheError):
-    """Attributes of errors about one value.
+    """Base class of errors about one value, which they describe in attributes.
 
     Attributes
     ----------
     what : str or None
         Name of the invalid argument or part, if it has one.
     value : object
-        The invalid value: a number, a shape, a dtype or class by name; several in a tuple or dict.
+        The invalid value; a dtype or class by its name; a tuple or dict if there are several.
     limit : object
         The allowed maximum, minimum, value or values.
     """
 
-    # Also for subclasses with OSError's attributes.
+    # Class defaults, for subclasses that use OSError's __init__ and do not set them.
     what: str | None = None
     value: object = None
     limit: object = None
@@ -152,6 +152,7 @@ class _TooLarge(KvCacheConversionError, OverflowError):
     _what = "value"
 
     def __init__(self, value: int) -> None:
+        # Fixed by tests/seed, "a i32" included.
         super().__init__(f"Provided {self._what} is too large for a i32")
         #: The given value.
         self.value = value
@@ -252,7 +253,7 @@ class GrammarError(DetailedError, ValueError):
     Attributes
     ----------
     line, column : int or None
-        Place in the text, counted from 1; ``None`` if not a single place.
+        Place in the text, counted from 1; ``None`` if the error has no single place.
     """
 
     def __init__(
@@ -316,7 +317,7 @@ class ChatTemplateError(KvCacheError, ValueError):
 
 
 class ChatParseError(KvCacheError, ValueError):
-    """A text is not a message of the model's format, or calls a tool with invalid arguments.
+    """A text is not a message in the model's format, or calls a tool with invalid arguments.
 
     Attributes
     ----------
@@ -350,7 +351,7 @@ class ModelLoadError(KvCacheError, OSError):
     path : str or None
         The given path.
     reason : str or None
-        What is wrong with it; for errors of the system see ``errno`` and ``strerror``.
+        What is wrong with it; for operating-system errors, see ``errno`` and ``strerror``.
     """
 
     def __init__(self, *facts: object, path: str | None = None, reason: str | None = None) -> None:
@@ -365,7 +366,7 @@ class ModelLoadError(KvCacheError, OSError):
 
 
 class ContextCreateError(DetailedError, RuntimeError):
-    """A context cannot be created with these parameters, or not for this model.
+    """A context cannot be created with these parameters, or cannot be created for this model.
 
     `what` is the invalid parameter, if it is a single one; `value` its value, and `limit` its
     maximum, minimum or only allowed value.
@@ -380,8 +381,8 @@ class ContextCreateError(DetailedError, RuntimeError):
 class DeviceLost(KvCacheError, ConnectionError):
     """An RPC server failed, timed out, sent an invalid reply or is unreachable.
 
-    It stays lost: every later call of its contexts except ``close()`` raises this. To continue,
-    load the model again and restore saved states.
+    The server stays lost: every later call on its contexts but ``close()`` raises this. To
+    continue, load the model again and restore saved states.
 
     Attributes
     ----------
@@ -390,7 +391,7 @@ class DeviceLost(KvCacheError, ConnectionError):
     operation : str
         The operation: ``"connect"``, ``"load"``, ``"create"``, ``"decode"``, ...
     reason : str
-        What happened, during which message.
+        What happened, and during which message.
     """
 
     def __init__(self, endpoint: str, operation: str, reason: str) -> None:
@@ -434,16 +435,16 @@ class DecodeError(KvCacheError, RuntimeError):
 class OutputNotFinite(DecodeError, ArithmeticError):
     """A decode computed NaN or infinity, so its outputs are invalid.
 
-    Weights, a state, or written keys and values overflow in the model's arithmetic. The tokens stay
-    in the memory, and other sequences are not affected.
+    Weights, a state, or written keys and values overflowed in the model's arithmetic. The tokens
+    stay in the memory, and other sequences are not affected.
 
     Attributes
     ----------
     what : str
         ``"logits"`` or ``"embeddings"``.
     index : int or None
-        The token of the last decode, or the sequence of pooled embeddings; ``None`` in a step for
-        many requests, where the failed request identifies it.
+        Index of the token in the last decode, or id of the sequence for pooled embeddings;
+        ``None`` in a generator's step, where the failed request identifies the row.
     place, value : int, float
         The first non-finite element of the row (for logits, a token of the vocabulary), and its
         value.
@@ -505,7 +506,7 @@ class DecodeAborted(DecodeError):
 
 
 class InvalidBatch(DecodeError, ValueError):
-    """The batch cannot be decoded; raised before the call.
+    """The batch cannot be decoded; raised before llama.cpp is called.
 
     Attributes
     ----------
@@ -594,7 +595,7 @@ class PartialStateError(StateError):
 class StateFileError(StateError, OSError):
     """The system failed to read or write a state's file; see ``errno`` and ``filename``."""
 
-    # ValueError's comes first otherwise, and leaves errno and filename empty.
+    # Otherwise DetailedError's and ValueError's come first, and leave errno and filename empty.
     __new__ = OSError.__new__  # type: ignore[assignment]
     __init__ = OSError.__init__
 

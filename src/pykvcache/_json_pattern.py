@@ -45,16 +45,17 @@ def convertible_pattern(pattern: str) -> str:
     return _Reader(pattern).read()
 
 
-#: Steps of a search that take a tenth of a second.
+#: Number of search steps that take about a tenth of a second.
 STEPS_MAX = 10**7
 _ESCAPES_AND_CLASSES = re.compile(r"\\.|\[\^?\]?[^\]]*\]|\(\?:")
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Return whether a pattern is found in a text, and True where Python may take too long.
+    """Return whether a pattern is found in a text; True also if the search might take too long.
 
-    Python backtracks: a repeated group with choices inside takes exponential time, k repeats after
-    each other n**k. The grammar has enforced the pattern where the text was generated.
+    Python backtracks: a repeated group with choices inside takes exponential time, and k
+    repetitions in a row take n**k steps. If the text was generated with a grammar, the grammar has
+    enforced the pattern.
     """
     plain = _ESCAPES_AND_CLASSES.sub("x", pattern)
     repeats = len(re.findall(r"[*+]|\{\d+,", plain))
@@ -93,7 +94,7 @@ class _Reader:
     def _piece(self) -> str:
         c = self.text[self.at]
         if c in "^$":
-            raise UnsupportedPattern("an anchor stands inside")
+            raise UnsupportedPattern("an anchor is neither at the start nor at the end")
         self.at += 1
         if c == "(":
             return self._open()

@@ -1,4 +1,4 @@
-"""JSON schemas: as grammars, by llama.cpp's converter, and as checks of values.
+"""JSON schemas: conversion to grammars with llama.cpp's converter, and validation of values.
 
 The converter silently ignores unknown keywords. So a schema is rewritten with the keywords that
 the converter supports, and the other keywords are reported.
@@ -116,7 +116,7 @@ def convertible(schema: Schema, *, strict: bool, what: str) -> Schema:
     except (AttributeError, TypeError, ValueError, OverflowError, KeyError) as error:
         if isinstance(error, GrammarError):
             raise
-        # A keyword has a value of another type than JSON Schema says.
+        # A keyword's value has a type that JSON Schema does not allow.
         raise GrammarError(f"{what} is not a JSON schema: {error}", what=what) from None
     if writer.ignored and strict:
         text = ", ".join(writer.ignored[:20])
@@ -200,9 +200,9 @@ class _Writer:
 
     def _reference(self, target: object, path: str, depth: int) -> Schema:
         if not isinstance(target, str) or not target.startswith("#"):
-            raise self._fail(path, f"$ref {target!r} leads out of the schema", target)
+            raise self._fail(path, f"$ref {target!r} points outside the schema", target)
         if target not in self._names:
-            # Plain names: the converter merges rules whose names differ in other characters only.
+            # Plain names: the converter merges rules whose names differ only in special characters.
             name = self._names[target] = f"pykvcache-{len(self._names)}"
             self.definitions[name] = {}
             self.definitions[name] = self.write(self._resolve(target, path), target, depth + 1)
@@ -211,7 +211,7 @@ class _Writer:
     def _resolve(self, target: str, path: str) -> object:
         found: Any = resolve(self.root, target)
         if found is None:
-            raise self._fail(path, f"$ref {target} leads nowhere", target)
+            raise self._fail(path, f"$ref {target} has no target in the schema", target)
         return found
 
     def _values(self, schema: Schema, path: str) -> Schema:
@@ -222,7 +222,7 @@ class _Writer:
         rest = {name: value for name, value in schema.items() if name != key}
         allowed = [one for one in values if violation(one, rest, self.root) is None]
         if not allowed:
-            raise self._fail(path, "the other keywords allow none of its values")
+            raise self._fail(path, f"the other keywords allow none of the values of '{key}'")
         return {"enum": allowed}
 
     def _alternatives(self, schema: Schema, key: str, path: str, depth: int) -> Schema:
@@ -276,7 +276,7 @@ class _Writer:
         for name in required:
             if name not in properties:
                 if more is False and "additionalProperties" in schema:
-                    raise self._fail(path, f"{name!r} is required and not allowed", name)
+                    raise self._fail(path, f"{name!r} is required but not allowed", name)
                 properties = {**properties, name: more if isinstance(more, dict) else {}}
         n = len(properties) - len(set(required))
         if n > OPTIONAL_MAX:
@@ -352,7 +352,8 @@ class _Writer:
         for name in bounds & schema.keys():
             value = schema[name]
             if not _is_number(value) or not abs(value) <= BOUND_MAX:
-                raise self._fail(path, f"{name} must lie within {BOUND_MAX}", value, BOUND_MAX)
+                told = f"{name} must lie in [-{BOUND_MAX}, {BOUND_MAX}]"
+                raise self._fail(path, told, value, BOUND_MAX)
         low = [math.ceil(schema["minimum"])] if "minimum" in schema else []
         if "exclusiveMinimum" in schema:
             low.append(math.floor(schema["exclusiveMinimum"]) + 1)
@@ -410,15 +411,15 @@ def resolve(root: Schema, reference: str) -> object:
 
 
 def violation(value: object, schema: object, root: Schema | None = None) -> str | None:
-    """Return what in a value a schema does not allow, with its place; None if all is allowed.
+    """Return the first fault of a value under a schema, with its place; None if the value is valid.
 
-    Keywords that are not known here allow everything, as JSON Schema has it.
+    Unknown keywords allow everything, as JSON Schema specifies.
     """
     root = root if root is not None else schema if isinstance(schema, dict) else {}
     try:
         return next(_violations(value, schema, root, "", 0), None)
     except (AttributeError, TypeError, ValueError, OverflowError, re.error) as error:
-        # A keyword has a value of another type than JSON Schema says.
+        # A keyword's value has a type that JSON Schema does not allow.
         return f"the schema is not valid: {error}"
 
 
@@ -437,7 +438,7 @@ def _violations(value: Any, schema: Any, root: Schema, at: str, depth: int) -> I
     if kinds is not None and not any(
         _is_of(value, kind) for kind in (kinds if isinstance(kinds, list) else [kinds])
     ):
-        yield f"{name} must be of type {kinds}, and is {json.dumps(value)[:60]}"
+        yield f"{name} must be of type {kinds}, but is {json.dumps(value)[:60]}"
         return
     if "$ref" in schema:
         yield from _violations(value, resolve(root, str(schema["$ref"])), root, at, depth + 1)
@@ -448,9 +449,9 @@ def _violations(value: Any, schema: Any, root: Schema, at: str, depth: int) -> I
     for inner in schema.get("allOf", ()):
         yield from _violations(value, inner, root, at, depth + 1)
     if "anyOf" in schema and not any(below(value, inner) for inner in schema["anyOf"]):
-        yield f"{name} fits none of anyOf"
+        yield f"{name} matches no schema of anyOf"
     if "oneOf" in schema and sum(below(value, inner) for inner in schema["oneOf"]) != 1:
-        yield f"{name} must fit exactly one of oneOf"
+        yield f"{name} must match exactly one schema of oneOf"
     if "not" in schema and below(value, schema["not"]):
         yield f"{name} is not allowed"
     if isinstance(value, str):
@@ -496,7 +497,7 @@ def _of_number(value: float, schema: Schema, name: str) -> Iterator[str]:
     }
     for key, is_beyond in compared.items():
         if key in schema and is_beyond(value, schema[key]):
-            yield f"{name} is {value}, and its {key} is {schema[key]}"
+            yield f"{name} is {value}, but its {key} is {schema[key]}"
     step = schema.get("multipleOf")
     if step and abs(value / step - round(value / step)) > 1e-9:
         yield f"{name} is {value}, which is not a multiple of {step}"

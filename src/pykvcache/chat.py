@@ -1,4 +1,4 @@
-"""Chat templates, rendered like in transformers; needs Jinja2."""
+"""Chat templates, rendered as in transformers; needs Jinja2."""
 
 from __future__ import annotations
 

@@ -23,9 +23,10 @@ __all__ = ["ChatFormat", "ChatMessage", "ToolCall", "ToolChoice"]
 ToolChoice = Literal["auto", "none", "required"] | Mapping[str, Any]
 
 TEXT_BYTES_MAX = 2**31 - 1
-# Cython's exceptions for C++ exceptions.
+# What Cython raises for C++ exceptions.
 _NATIVE_ERRORS = (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError)
-# llama.cpp's grammars of required calls allow any text first: a small model never comes to a call.
+# llama.cpp's grammars of required calls allow any text first, after which a small model never
+# writes a call.
 _ROOT = re.compile(r"^root ::= .*", re.MULTILINE)
 _PREAMBLE = re.compile(r"\buntil-\d+\??( space)? (?=tool-calls?(-root)?\b)")
 # Some formats allow several calls although parallel calls are off.
@@ -107,7 +108,7 @@ class ChatFormat:
     grammar : str or None
         GBNF of a message or of its tool calls; None if the text is not constrained.
     triggers : tuple of str or None
-        Regular expressions; the grammar begins where one of them matches. None: at once.
+        Regular expressions; the grammar begins where one of them matches. None: from the start.
     generation_prompt : str
         Start of an answer, written by the template. The grammar covers it.
     stop : tuple of str
@@ -146,7 +147,7 @@ class ChatFormat:
             The model's output: tokens, or text with special tokens written out
             (``detokenize(tokens, special=True)``). May end with an end-of-generation token.
         partial
-            Parse the beginning of a message and return the certain parts. Arguments are not
+            Parse the beginning of a message and return what is final of it. Arguments are not
             checked.
 
         Raises
@@ -224,12 +225,12 @@ def make_chat_format(
         given = [one for one in given if one["function"]["name"] == choice]
         choice, parallel = "required", False
     if choice == "required" and not given:
-        raise ArgumentError("tool_choice asks for a tool, and there are no tools", "tool_choice")
+        raise ArgumentError("tool_choice asks for a tool, but there are no tools", "tool_choice")
     schema = None
     if json_schema is not None:
         if given and choice != "none":
             raise ArgumentError(
-                "json_schema is of an answer without tools: pass tool_choice='none'", "json_schema"
+                "json_schema is for answers without tools: pass tool_choice='none'", "json_schema"
             )
         wanted = as_schema(json_schema, "json_schema")
         if wanted in ({}, True):
@@ -348,7 +349,7 @@ def _analysed(
 def _first_analysis(template: str, bos: str, eos: str, request: str) -> chat_format.ChatFormat:
     from pykvcache._native import chat_format
 
-    # Mistral's [CALL_ID] template ends calls with EOS; the analysis would take it for a part.
+    # Mistral's [CALL_ID] template ends calls with EOS, which the analysis would take for a part.
     eos = "" if "[CALL_ID]" in template else eos
     whole = json.dumps({**json.loads(request), "messages": [_USER]})
     texts = (one.encode("utf-8", "surrogatepass") for one in (template, bos, eos, whole))

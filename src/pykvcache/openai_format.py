@@ -89,7 +89,8 @@ def schema_of(response_format: Mapping[str, Any] | None) -> Any:
         if isinstance(given, Mapping) and isinstance(given.get("schema"), Mapping):
             return given["schema"]
     raise ArgumentError(
-        f"response_format of type {kind!r}: 'text', 'json_object', or 'json_schema' with a schema",
+        f"response_format has type {kind!r}: use 'text', 'json_object', or 'json_schema' with a "
+        "schema",
         "response_format",
         kind,
     )

@@ -152,7 +152,7 @@ def test_a_message_goes_back_into_the_template(vocab: LlamaModel, hermes: Any) -
     ("arguments", "why"),
     [
         ('{"days": 3}', "lacks 'place'"),
-        ('{"place": 3}', "place must be of type string, and is 3"),
+        ('{"place": 3}', "place must be of type string, but is 3"),
         ('{"place": "Paris", "days": 1.5}', "days must be of type integer"),
         ('{"place": "Paris"', "not a message"),
         ('{"place": Paris}', "not a message"),

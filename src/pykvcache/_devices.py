@@ -36,7 +36,7 @@ class Device:
     description
         The manufacturer's name.
     memory_free, memory_total
-        Bytes at the time of the call of `devices`; 0 if unknown.
+        Bytes when `devices` was called; 0 if unknown.
     """
 
     name: str
@@ -72,12 +72,12 @@ def takes_layers() -> bool:
 
 
 def default_layers() -> int:
-    """Return the layers that applications put on devices: all (-1) if any takes them, else none."""
+    """Return applications' default `n_gpu_layers`: -1 (all) if a device takes layers, else 0."""
     return -1 if takes_layers() else 0
 
 
 def chosen(names: object) -> list[bytes] | None:
-    """Return the devices of a model as bytes; ``None`` leaves the choice to llama.cpp."""
+    """Return the names of a model's devices as bytes; ``None`` leaves the choice to llama.cpp."""
     if names is None:
         return None
     kinds = {name: _KINDS[kind] for name, kind, *_ in lib.device_facts()}
@@ -106,7 +106,10 @@ def _different(names: object, what: str, of: str) -> list[str]:
         found.append(name)
     if len(found) > (most := lib.max_devices()):
         raise ArgumentError(
-            f"{what} has {len(found)} names: llama.cpp takes {most} devices", what, len(found), most
+            f"{what} has {len(found)} names: llama.cpp takes at most {most} devices",
+            what,
+            len(found),
+            most,
         )
     return found
 
@@ -132,7 +135,7 @@ def endpoints(names: object) -> list[str]:
 
 
 def local_devices(names: list[bytes] | None) -> list[bytes]:
-    """Return the devices of this machine that share a model with servers."""
+    """Return the local devices that hold layers of a model next to the RPC servers."""
     if names is not None:
         return names
     return [
@@ -151,7 +154,7 @@ def shares(split: Sequence[float] | None, n_devices: int) -> list[float] | None:
     values = [as_float(value, "tensor_split", 0.0, 1e30) for value in split]
     if not n_devices:
         raise ArgumentError(
-            "tensor_split needs devices: one share for each that is named there", "devices"
+            "tensor_split needs devices: one share for each device named there", "devices"
         )
     if len(values) != n_devices:
         raise ArgumentError(
@@ -163,7 +166,7 @@ def shares(split: Sequence[float] | None, n_devices: int) -> list[float] | None:
     largest = max(values)
     if largest <= 0 or not math.isfinite(1 / largest):
         raise ArgumentError(
-            f"tensor_split is {values!r}: one share at least must be above 0",
+            f"tensor_split is {values!r}: at least one share must be above 0",
             "tensor_split",
             values,
         )

@@ -250,7 +250,7 @@ def test_shares_that_hold_too_much_or_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert _devices.shares([1, 3.0], len(two)) == [1 / 3, 1.0]
     assert _devices.shares([0, 1e30], len(two)) == [0.0, 1.0]
     for wrong in ([0.0, 0.0], [5e-324, 0.0]):
-        with pytest.raises(ValueError, match="one share at least must be above 0"):
+        with pytest.raises(ValueError, match="at least one share must be above 0"):
             _devices.shares(wrong, len(two))
     for wrong in ([1.0], [1.0] * 3):
         with pytest.raises(ValueError, match="shares for 2 devices"):

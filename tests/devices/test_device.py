@@ -216,5 +216,5 @@ def test_a_model_lies_on_the_devices_that_are_named(bench: Bench) -> None:
             LlamaModel(path, devices=[name, name])
         with pytest.raises(ValueError, match="main_gpu"):
             LlamaModel(path, devices=[name], split_mode="none", main_gpu=1)
-        with pytest.raises(ValueError, match="one share at least"):
+        with pytest.raises(ValueError, match="at least one share"):
             LlamaModel(path, devices=[name], tensor_split=[0.0])

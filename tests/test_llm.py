@@ -393,7 +393,7 @@ def test_what_fails_leaves_nothing_open(tmp_path: Path) -> None:
         LLM(embedded_model_path(), n_cxt=512)
     with (
         LlamaModel(embedded_model_path()) as model,
-        pytest.raises(ArgumentError, match="this LlamaModel is loaded"),
+        pytest.raises(ArgumentError, match="this LlamaModel is already loaded"),
     ):
         LLM(model, n_gpu_layers=3)
 

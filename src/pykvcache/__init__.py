@@ -2,7 +2,7 @@
 
 Load a GGUF with `LlamaModel`, decode with `LlamaContext`, and fork, rewind, shift
 and clear its sequences. No argument can end the process, and after every successful
-call the next logits are right for the tokens of the sequence.
+call the next logits are those of attention over exactly the cells of the sequence.
 
 Classes and functions that programs start with are here; the rest is in modules:
 
@@ -136,7 +136,7 @@ __all__ = [
 
 _UNBUILT = (
     "pykvcache is not built: this is a source tree without its compiled layer. "
-    "Run 'pip install -e .' (or 'make venv') in the folder of pyproject.toml"
+    "Run 'pip install -e .' (or 'make venv') in the folder that contains pyproject.toml"
 )
 
 # Modules that work in a subinterpreter, where the compiled layer does not.

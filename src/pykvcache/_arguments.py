@@ -64,7 +64,7 @@ def as_int(
     hi: int | None = None,
     error: type[DetailedError] = ArgumentError,
 ) -> int:
-    """Return an integer in ``[lo, hi]``, None for no limit; raise `error` with value and limit."""
+    """Return an integer in ``[lo, hi]`` (None: no limit); raise `error` with value and limit."""
     number = value if type(value) is int else as_index(value, what)
     if (lo is not None and number < lo) or (hi is not None and number > hi):
         limit = (
@@ -101,22 +101,22 @@ def as_path(
     order: str = "",
     error: type[DetailedError] = ArgumentError,
 ) -> str:
-    """Return a path as text; `order`, the argument order of a method, goes into the error."""
+    """Return a path as text; the error shows `order`, the argument order of a method."""
     if not isinstance(value, (str, bytes, os.PathLike)):
-        hint = f": the order is {order}" if order else ""
+        hint = f": the argument order is {order}" if order else ""
         raise TypeError(f"{what} must be a str or an os.PathLike, not {type(value).__name__}{hint}")
     raw = value if isinstance(value, (str, bytes)) else type(value).__fspath__(value)
     if not isinstance(raw, (str, bytes)):
         raise TypeError(
             f"{what} must be a str or an os.PathLike, not {type(value).__name__}, "
-            f"whose __fspath__() gives {type(raw).__name__}"
+            f"whose __fspath__() returns {type(raw).__name__}"
         )
     name = os.fsdecode(raw)
     try:
         os.fsencode(name)
     except UnicodeEncodeError as found:
         at = found.start
-        text = f"{what} is {shown(name)}: character {at} is none that a file name can hold"
+        text = f"{what} is {shown(name)}: character {at} cannot be part of a file name"
         raise error(text, what, name, at) from None
     return name
 
@@ -128,7 +128,7 @@ def as_file_name(
     name = as_path(value, what, error=error)
     if "\0" in name:
         at = name.index("\0")
-        text = f"{what} is {shown(name)}: character {at} is none that a file name can hold"
+        text = f"{what} is {shown(name)}: character {at} cannot be part of a file name"
         raise error(text, what, name, at)
     return name
 
@@ -136,7 +136,7 @@ def as_file_name(
 def check_regular(path: str) -> int:
     """Return the permissions of a regular file; refuse others, such as pipes and devices."""
     if "\0" in path:
-        raise OSError(errno.EINVAL, "a file name holds no NUL")
+        raise OSError(errno.EINVAL, "a file name must not contain NUL")
     mode = os.stat(path).st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
@@ -185,7 +185,7 @@ IntArray = npt.NDArray[np.int32]
 #: Accepted as tokens: an integer array, or a sequence of integers.
 TokenInput = npt.NDArray[np.integer[Any]] | Sequence[SupportsIndex]
 
-_MESSAGES = ": model.apply_chat_template makes text of messages, model.tokenize tokens of text"
+_MESSAGES = ": model.apply_chat_template turns messages into text, model.tokenize text into tokens"
 
 E = TypeVar("E", bound=IntEnum)
 INT32 = np.iinfo(np.int32)
@@ -236,7 +236,7 @@ def as_bytes(buffer: Any, what: str, *, writable: bool = False, order: str = "")
     try:
         view = memoryview(buffer)
     except (TypeError, ValueError):  # NumPy's dates and times export no buffer
-        hint = f": the order is {order}" if order else ""
+        hint = f": the argument order is {order}" if order else ""
         message = f"{what} must be a buffer of bytes, not {type(buffer).__name__}{hint}"
         raise TypeError(message) from None
     if "O" in view.format:

@@ -27,7 +27,7 @@ NATURAL: dict[int, np.dtype[Any]] = {
 
 
 def stored_dtype(kind: int) -> np.dtype[Any]:
-    """Return the dtype of stored values: bf16 are uint16, blocks of quantised types uint8."""
+    """Return the dtype of stored values: uint16 for bf16, uint8 for blocks of quantised types."""
     if kind == GgmlType.BF16:
         return np.dtype(np.uint16)
     return NATURAL.get(kind, np.dtype(np.uint8))
@@ -39,7 +39,7 @@ def as_stored(rows: Bytes, kind: int) -> npt.NDArray[Any]:
 
 
 def head_dim(n_bytes: int, kind: int) -> int:
-    """Return the number of values in a number of bytes of a stored type."""
+    """Return how many values of a stored type `n_bytes` bytes hold."""
     known = GgmlType(kind)
     return n_bytes // known.block_bytes * known.block_size
 

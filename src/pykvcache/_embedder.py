@@ -1,4 +1,4 @@
-"""Embedder: the embeddings of a model's texts, in a context of their own."""
+"""Embedder: computes embeddings of texts, in a context of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Embedder"]
 
 #: Upper bound on the tokens of a text.
 MOST_TOKENS = 2048
-#: Texts of one decode.
+#: Maximum number of texts per decode.
 N_SEQ = 8
 
 
@@ -38,13 +38,13 @@ class Embedder(Closing):
         for ids in texts:
             if not 1 <= len(ids) <= ctx.n_ubatch:
                 raise ArgumentError(
-                    f"a text has {len(ids)} tokens; a text to embed has 1 to {ctx.n_ubatch}",
+                    f"a text has {len(ids)} tokens: a text to embed must have 1 to {ctx.n_ubatch}",
                     "texts",
                     len(ids),
                     ctx.n_ubatch,
                 )
         rows = np.empty((len(texts), self._model.n_embd), np.float32)
-        most = 1 if ctx.memory_info.n_swa else ctx.n_seq_max  # a window takes one at a time
+        most = 1 if ctx.memory_info.n_swa else ctx.n_seq_max  # a window: one text at a time
         for group in _groups([len(ids) for ids in texts], ctx.n_ubatch, most):
             batch = LlamaBatch()
             for seq, i in enumerate(group):

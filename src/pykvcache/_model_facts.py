@@ -18,7 +18,7 @@ class ModelFacts:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Names of the devices that share its layers; empty for only the CPU."""
+        """Names of the devices that share its layers; empty if only the CPU is used."""
         return self._native.devices
 
     @property

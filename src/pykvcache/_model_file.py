@@ -12,7 +12,7 @@ __all__ = ["readable_path"]
 
 
 def readable_path(path: str) -> bytes:
-    """Return the path as bytes, after checks for which llama.cpp has poor messages."""
+    """Return the path as bytes, after checks for faults that llama.cpp reports poorly."""
     raw = os.fsencode(path)
     if b"\0" in raw:
         raise ModelLoadError.of(path, "the path holds a NUL character")

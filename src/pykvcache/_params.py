@@ -122,7 +122,7 @@ def check_params(model: LlamaModel, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_together(model: LlamaModel, params: dict[str, Any]) -> None:
-    # The file's length, because llama.cpp's changes with each context that uses YaRN.
+    # From the file, because llama.cpp changes its n_ctx_train with each context that uses YaRN.
     n_ctx = params["n_ctx"] = params["n_ctx"] or model.n_ctx_train
     if n_ctx == 0:
         raise ContextCreateError(
@@ -135,8 +135,8 @@ def _check_together(model: LlamaModel, params: dict[str, Any]) -> None:
     n_batch = min(params["n_batch"], n_ctx)
     if n_batch < params["n_seq_max"]:
         raise ContextCreateError(
-            f"n_batch is {n_batch}, as n_ctx allows: it must not be below "
-            f"n_seq_max, {params['n_seq_max']}",
+            f"n_batch is {n_batch} (at most n_ctx): it must not be below n_seq_max, which is "
+            f"{params['n_seq_max']}",
             "n_batch",
             n_batch,
             params["n_seq_max"],

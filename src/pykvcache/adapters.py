@@ -69,8 +69,8 @@ class LoraAdapter:
         """Tokens that activate an aLoRA adapter; empty for other adapters.
 
         An aLoRA adapter was trained to take effect from these tokens on; earlier tokens use the
-        base model. `LlamaSequence` and all that is built on it do so by themselves: see
-        `LlamaContext.set_adapters`.
+        base model. `LlamaSequence` and everything built on it switch at these tokens automatically:
+        see `LlamaContext.set_adapters`.
         """
         return self._native.invocation
 
@@ -105,7 +105,7 @@ class ControlVector:
         if not np.isfinite(found).all():
             raise ArgumentError("values are not all finite", "values")
         if found[0].any():
-            raise ArgumentError("the first layer takes no direction", "values")
+            raise ArgumentError("the first row must be zero", "values")
         found.setflags(write=False)
         self._values = found
         self._digest = hashlib.sha256(found.astype("<f4", copy=False).tobytes()).hexdigest()
@@ -131,7 +131,7 @@ AdapterInput: TypeAlias = AnyAdapter | tuple[AnyAdapter, float]
 
 
 class Adapters:
-    """The adapters of a context with non-zero scales; those given as files are loaded."""
+    """The adapters of a context whose scales are not zero; those given as files are loaded."""
 
     def __init__(self, model: LlamaModel, given: Sequence[AdapterInput] = ()) -> None:
         if isinstance(given, str | os.PathLike):
@@ -142,11 +142,13 @@ class Adapters:
         seen = set[tuple[str, str]]()
         for one, _ in found:
             if (one.kind, one.digest) in seen:
-                raise ArgumentError(f"{one!r} is given twice: give it once, scaled", "adapters")
+                raise ArgumentError(
+                    f"{one!r} is given twice: pass it once, with a scale", "adapters"
+                )
             seen.add((one.kind, one.digest))
             if isinstance(one, LoraAdapter) and one._model is not model.native:
                 raise ArgumentError(
-                    f"{one!r} belongs to another model, or to one loaded again", "adapters"
+                    f"{one!r} belongs to another LlamaModel: load it with this model", "adapters"
                 )
             if isinstance(one, ControlVector) and one.values.shape != shape:
                 raise ArgumentError(

@@ -74,7 +74,7 @@ class LlamaContext(
         `n_threads_batch`, `tokens_evaluated`, `native`
 
     Every method takes the context's lock, so threads may share a context. Two contexts of
-    one model run in parallel. The GIL is released during calls that take more than some
+    one model run in parallel. The GIL is released during calls that take more than a few
     microseconds. After ``os.fork()`` the child's contexts are closed.
 
     Parameters
@@ -196,9 +196,9 @@ class LlamaContext(
         if self._native.index_use is False:
             # llama.cpp warns only once per process, and later.
             _log.warning(
-                "this context attends to all cells, and this model was made to attend to those "
-                "that its index chooses: for that, pass kv_unified=False (or n_seq_max=1), and "
-                "flash_attn='enabled' (or 'auto')"
+                "this context attends to all cells, but this model was trained to attend only to "
+                "cells that its index selects: to use the index, pass kv_unified=False (or "
+                "n_seq_max=1), and flash_attn='enabled' (or 'auto')"
             )
 
     # Settings and lifetime ------------------------------------------------------------------
@@ -275,7 +275,7 @@ class LlamaContext(
 
 
 def open_context(model: LlamaModel, **options: Any) -> LlamaContext:
-    """Open a context; if its memory cannot share cells among sequences, with ``kv_unified=False``.
+    """Open a context, with ``kv_unified=False`` if its memory cannot share cells among sequences.
 
     Parameters
     ----------

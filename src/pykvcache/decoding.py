@@ -56,7 +56,7 @@ class DecodeMethods(ContextFacts):
         Notes
         -----
         A model without memory (BERT) computes only the batch, see `seq_embeddings`. All adapters
-        in use apply to all tokens, also an aLoRA; `LlamaSequence` activates it where it should.
+        in use apply to all tokens, including an aLoRA; `LlamaSequence` activates it at its tokens.
         """
         native = self._native
         if native.decode_tokens(batch_or_tokens, seq_id):
@@ -106,7 +106,7 @@ class DecodeMethods(ContextFacts):
             longer valid because the token or an earlier one was removed, moved or replaced.
             A fork that has the token keeps its logits valid.
         OutputNotFinite
-            They contain NaN or infinity, because weights or a state overflow. Minus infinity
+            They contain NaN or infinity, because weights or a state overflowed. Minus infinity
             is a valid logit.
         """
         return self._native.logits(i)

@@ -39,7 +39,7 @@ class MemoryInfo:
     can_copy_partial, can_remove_partial
         Whether a part of a sequence can be copied or removed.
     max_rollback
-        Maximum number of tokens that a recurrent state can be rolled back: ``n_rs_seq``.
+        Maximum number of tokens by which a recurrent state can be rolled back: ``n_rs_seq``.
     bytes_total
         Bytes of the buffers.
     bytes_per_token
@@ -123,7 +123,7 @@ class IntrospectionMethods:
 
         ``"attention"``, ``"sliding-window"``, ``"recurrent"``, ``"hybrid"``,
         ``"hybrid-sliding-window"``, ``"none"``, or ``"other"``: sparse attention, which cannot
-        shift; of DeepSeek 4, only whole sequences can be copied or removed.
+        shift. With DeepSeek 4, only whole sequences can be copied or removed.
         """
         return self._native.memory_kind
 
@@ -181,8 +181,8 @@ class IntrospectionMethods:
 
         Right means attention over exactly the remaining cells, which equals a fresh run unless
         cells were removed from the middle or their positions were shifted or divided before. The
-        existing cells decide: a recurrent state can continue only at its end, or with `n_rs_seq` be
-        rolled back within the last decode's tokens; a sliding window must still have the cells that
-        the query at ``pos`` sees. Always True at 0; an empty sequence can resume at 0 only.
+        existing cells decide: a recurrent state can only continue at its end or, with `n_rs_seq`,
+        be rolled back within the last decode's tokens; a sliding window must still have the cells
+        that the query at ``pos`` sees. Always True at 0; an empty sequence can resume at 0 only.
         """
         return self._native.can_resume(seq_id, pos)

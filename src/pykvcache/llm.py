@@ -59,7 +59,7 @@ MOST_CELLS = 32_768
 MOST_RAM_BYTES = 4 << 30
 LEAST_RAM_BYTES = 64 << 20
 
-#: Names of the parameters of classes to which options are passed.
+#: Parameter names of the classes to which `LLM` passes options.
 _PARAMETERS: dict[type, frozenset[str]] = {
     kind: frozenset(inspect.signature(kind).parameters) for kind in (LlamaContext, Sampler)
 }
@@ -81,7 +81,7 @@ class Completion:
         For each token, the log-probabilities of the likeliest tokens and of the chosen one, by
         token id. Empty unless ``logprobs`` was given.
     reuse
-        How many prompt tokens came from the prefix cache, and why no more did.
+        How many prompt tokens came from the prefix cache, and why the others did not.
     """
 
     text: str
@@ -207,7 +207,7 @@ class LLM(Closing):
         if isinstance(model, LlamaModel):
             if n_gpu_layers is not None:
                 raise ArgumentError(
-                    "n_gpu_layers is for a path: this LlamaModel is loaded", "n_gpu_layers"
+                    "n_gpu_layers needs a path: this LlamaModel is already loaded", "n_gpu_layers"
                 )
             self._model = model
         else:
@@ -426,7 +426,7 @@ class LLM(Closing):
         Raises
         ------
         ChatParseError
-            The model's output is not a message of its format; it is in ``text``.
+            The model's output is not a message in its format; the error's ``text`` has it.
         """
         form, handle, written = self._submit_chat(
             messages, tools, tool_choice, json_schema, max_tokens, sampler, stop, template
@@ -716,12 +716,12 @@ def _check_options(given: Iterable[str], kind: type, caller: str) -> None:
     """Raise TypeError for options that `kind`, to which they are passed, does not have."""
     for name in given:
         if name not in _PARAMETERS[kind]:
-            more = f"parameters of {kind.__name__} are its further options"
+            more = f"it also takes the parameters of {kind.__name__}"
             raise TypeError(f"{caller} has no option {name!r}; {more}")
 
 
 def as_tiers(cache: Any, folder_bytes: int | None = None) -> list[Any]:
-    """Return the tiers of ``LLM(cache=...)`` as a list; folders get ``~`` expanded, and a limit."""
+    """Return the tiers of ``LLM(cache=...)`` as a list; expand ``~`` and limit folders."""
     if cache is None:
         return []
     tiers = []

@@ -51,8 +51,8 @@ class LlamaModel(ModelFacts, Closing):
         ``"auto"``, ``"none"``, ``"mmap"``, ``"mlock"``, ``"mmap_mlock"`` or ``"direct_io"``. Files
         are mapped by default. Do not overwrite a mapped file in place; rename a new one over it.
     devices
-        Names of the devices that share these layers, from `pykvcache.devices`; empty for only the
-        CPU. Default: all GPUs, or the integrated ones.
+        Names of the devices that share these layers, from `pykvcache.devices`; empty to use only
+        the CPU. Default: all GPUs, or the integrated ones.
     split_mode
         How they share: ``"layer"``, ``"row"``, ``"tensor"``, or ``"none"`` for one device.
     main_gpu
@@ -84,7 +84,7 @@ class LlamaModel(ModelFacts, Closing):
     DeviceLost
         An RPC server is unreachable, or failed during the load.
     UnsupportedOperation
-        `rpc` in a build without it.
+        `rpc` is given, but this build does not support it.
 
     Examples
     --------
@@ -191,7 +191,7 @@ class LlamaModel(ModelFacts, Closing):
         Parameters
         ----------
         path
-            A GGUF file of llama.cpp's ``convert_lora_to_gguf.py``.
+            A GGUF file made by llama.cpp's ``convert_lora_to_gguf.py``.
 
         Raises
         ------
@@ -447,8 +447,8 @@ class LlamaModel(ModelFacts, Closing):
         Raises
         ------
         ArgumentError
-            A tool has no name or the name of another one, `tool_choice` is invalid, or the model
-            has no template (a ValueError).
+            A tool has no name, or the same name as another one, `tool_choice` is invalid, or the
+            model has no template (a ValueError).
         GrammarError
             A schema cannot become a grammar (a ValueError).
         ChatTemplateError
@@ -487,7 +487,7 @@ class LlamaModel(ModelFacts, Closing):
             The model's output: tokens, or text with special tokens written out
             (``detokenize(tokens, special=True)``). May end with an end-of-generation token.
         partial
-            Parse the beginning of a message and return the certain parts. Never fails.
+            Parse the beginning of a message and return what is final. Never fails.
         tools, template, **variables
             The arguments of `apply_chat_template`.
 
@@ -495,7 +495,7 @@ class LlamaModel(ModelFacts, Closing):
         ------
         ChatParseError
             The text is not a message of this format, or a tool's arguments do not match its schema
-            (a ValueError). The text is in ``text``.
+            (a ValueError). The exception's ``text`` has it.
 
         Examples
         --------

@@ -106,7 +106,7 @@ class Stage:
     if_greedy: bool = False
     #: Whether it acts before Mirostat, too.
     if_mirostat: bool = False
-    #: Whether excluded tokens must be dropped before it, which would count and could be chosen.
+    #: Whether excluded tokens must be dropped before it, because it would count or choose them.
     counts_excluded: bool = False
 
 
@@ -143,7 +143,7 @@ STAGES = {
 #: A stage as the compiled layer takes it: its name and those of its settings, or a call.
 NativeStage: TypeAlias = tuple["str | StageCall", tuple[str, ...]]
 
-#: The last stage, which chooses, by `mirostat`.
+#: The last stage, which chooses the token; indexed by the value of `mirostat`.
 _CHOICES: tuple[NativeStage, ...] = (
     ("dist", ("seed",)),
     ("mirostat_1", ("n_vocab", "seed", "mirostat_tau", "mirostat_eta")),
@@ -360,7 +360,7 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
     def logprobs(
         self, source: HasContext | npt.NDArray[np.float32], i: SupportsIndex = -1
     ) -> FloatArray:
-        """Return the log-probability of each token to be chosen by the next `sample`.
+        """Return, for each token, the log-probability that the next `sample` chooses it.
 
         Includes bias, grammar, penalties, cuts and temperature: excluded tokens have ``-inf``; at
         temperature 0 the single choice has 0. Does not change the sampler. For the model's own
@@ -495,8 +495,8 @@ def check_sampler(sampler: object, model: LlamaModel) -> Sampler:
         if getattr(kind, name) is not getattr(Sampler, name) or name in own:
             raise TypeError(
                 f"{kind.__name__} replaces {name}: generate() and requests choose tokens in "
-                "compiled code, which knows nothing of it. For a choice of your own take "
-                "sequence.logits(), and sequence.append([token])"
+                "compiled code, which would ignore it. To choose tokens yourself, use "
+                "sequence.logits() and sequence.append([token])"
             )
     if "_native" not in own:
         raise TypeError(f"{kind.__name__}.__init__ does not call Sampler.__init__")
@@ -553,14 +553,15 @@ def _stages(given: Sequence[str | StageCall] | None) -> tuple[str | StageCall, .
 
 def _breakers(given: Sequence[str]) -> tuple[str, ...]:
     if isinstance(given, str):
-        raise TypeError("dry_sequence_breakers must be a list of texts, not a str")
+        raise TypeError("dry_sequence_breakers must be a list of strings, not a str")
     found = tuple(as_list(given, "dry_sequence_breakers", "texts"))
     for one in found:
         if not isinstance(one, str):
-            raise TypeError(f"dry_sequence_breakers holds a {type(one).__name__}, not texts only")
+            kind = type(one).__name__
+            raise TypeError(f"dry_sequence_breakers must hold only strings, not {kind}")
         if not one or "\0" in one or len(one.encode("utf-8", "surrogatepass")) > 40:
             raise ArgumentError(
-                "each of dry_sequence_breakers has 1 to 40 bytes, without NUL",
+                "each of dry_sequence_breakers must have 1 to 40 bytes, without NUL",
                 "dry_sequence_breakers",
                 one,
             )
@@ -600,7 +601,7 @@ def _logits(
         raise ArgumentError(
             f"logits have shape {source.shape}: (n_vocab,) is expected", "logits", source.shape
         )
-    as_int(i, "i (of an array: leave it out)", -1, -1)
+    as_int(i, "i (with an array, leave it out)", -1, -1)
     # A copy, because another thread may change the array during the call.
     return None, np.array(source, np.float32)
 

@@ -46,7 +46,7 @@ def test_swapped_arguments_name_the_order(make_context: Any, name: str, tmp_path
     call, order = SWAPPED[name]
     with pytest.raises(TypeError) as caught:
         call(ctx, tmp_path / "file")
-    assert str(caught.value).endswith(f": the order is {order}")
+    assert str(caught.value).endswith(f": the argument order is {order}")
     assert "not int" in str(caught.value)
     assert ctx.kv_cache_seq_pos_max(0) == 4
     assert not [*tmp_path.iterdir()]

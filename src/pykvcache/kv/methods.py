@@ -183,7 +183,7 @@ class KvMethods:
         if not isinstance(arrays, SequenceKV):
             raise TypeError(
                 f"arrays must be a SequenceKV, not {type(arrays).__name__}: "
-                "the order is write_kv(arrays, seq_id)"
+                "the argument order is write_kv(arrays, seq_id)"
             )
         state = arrays.recurrent
         if state is not None and not isinstance(state, RecurrentState):

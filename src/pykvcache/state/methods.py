@@ -203,7 +203,7 @@ class StateMethods(PartialStateMethods):
         if not isinstance(state, SequenceState):
             raise TypeError(
                 f"state must be a SequenceState, not {type(state).__name__}: "
-                "the order is restore_sequence(state, seq_id)"
+                "the argument order is restore_sequence(state, seq_id)"
             )
         state.fingerprint.check(self.fingerprint)
         parts = self._fitted([[part] for part in state.parts], convert=convert)

@@ -1,9 +1,8 @@
 """Evict tokens by properties of their keys, and measure the cost.
 
-In stories that the model generates, half and three quarters of the tokens are dropped in NumPy by
-several rules. The cost is the rise in cross-entropy of the next 64 tokens, in nats per token,
-against the whole cache. Layers share cells, so a token's score is the mean over all layers. The
-first token and the last 16 always stay.
+In stories of the model, half and three quarters of the tokens are dropped in NumPy by several
+rules. The cost is the rise in cross-entropy of the next 64 tokens, in nats per token. Layers
+share cells, so a token's score is the mean over all layers. The first and the last 16 always stay.
 
 Usage: python examples/evict_tokens.py [model.gguf]
 """

@@ -304,8 +304,9 @@ cdef extern from "sync.h" namespace "pykv" nogil:
         void lock_for_good()
         bool try_lock()
         void lock()
-        void unlock()
         bool is_mine()
+    cdef cppclass scoped_lock:
+        void adopt(owned_mutex&)
     cdef cppclass abort_flag:
         void begin()
         void arm(bool on)

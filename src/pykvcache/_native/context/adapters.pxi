@@ -89,7 +89,6 @@ cdef class Adapted(Decoding):
         """Use these from now on and clear the memory. All or nothing."""
         cdef lib.adapter_set wanted
         cdef Adapter one
-        cdef int32_t code
         cdef tuple invocation = ()
         if self.turn is not None and self.turn._is_owned():
             raise ReentryError("adapters cannot change in the middle of a call of this context's sequences")
@@ -109,26 +108,28 @@ cdef class Adapted(Decoding):
         if lib.is_remote(self.links):
             raise UnsupportedOperation("set_adapters", "layers of the model lie on RPC servers")
         with contextlib.nullcontext() if self.turn is None else self.turn:
-            self.lock_write()
-            try:
-                _sync_log()
-                with nogil:
-                    lib.begin_notes()
-                    code = self.seqs.adapt(wanted, self.used)
-                notes = _notes()
-                _drain_log()
-                if code == lib.NOTHING_DONE:
-                    raise self.fail("set_adapters")
-                if code != 0:
-                    why = _text(lib.caught()) or notes or "llama.cpp gave no reason"
-                    raise UnsupportedOperation(
-                        "set_adapters", f"this context cannot compute with them: {why}")
-                self.forget_outputs("the adapters changed")
-                self.used = wanted
-                self.adapters = adapters
-                self.adapter_names = names
-                self.base_names = base_names
-                self.invocation = invocation
-                self.adapters_epoch += 1
-            finally:
-                self.lock.unlock()
+            self.adapt(wanted)
+            self.adapter_names = names
+            self.base_names = base_names
+            self.invocation = invocation
+            self.adapters = adapters  # last: freeing the previous ones lets other threads run
+
+    cdef int adapt(self, lib.adapter_set& wanted) except -1:
+        cdef int32_t code
+        cdef lib.scoped_lock locked
+        self.lock_write(locked)
+        _sync_log()
+        with nogil:
+            lib.begin_notes()
+            code = self.seqs.adapt(wanted, self.used)
+        notes = _notes()
+        _drain_log()
+        if code == lib.NOTHING_DONE:
+            raise self.fail("set_adapters")
+        if code != 0:
+            why = _text(lib.caught()) or notes or "llama.cpp gave no reason"
+            raise UnsupportedOperation("set_adapters", f"this context cannot compute with them: {why}")
+        self.forget_outputs("the adapters changed")
+        self.used = wanted
+        self.adapters_epoch += 1
+        return 0

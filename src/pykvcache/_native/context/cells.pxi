@@ -26,12 +26,10 @@ cdef class Cells(Memory):
         """Return (buffer type, model, context, compute) bytes by ``llama_get_memory_breakdown``."""
         cdef vector[lib.buffer_bytes] found
         cdef size_t i
-        self.lock_read()
-        try:
-            if lib.memory_breakdown(self.ctx, found) == lib.CAUGHT:
-                raise self.fail_to_read("memory_breakdown")
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        if lib.memory_breakdown(self.ctx, found) == lib.CAUGHT:
+            raise self.fail_to_read("memory_breakdown")
         parts = []
         for i in range(found.size()):
             parts.append((_text(found[i].name), found[i].model, found[i].context, found[i].compute))
@@ -40,27 +38,25 @@ cdef class Cells(Memory):
     def memory_info(self):
         """Return facts about the memory as a dict."""
         cdef lib.memory_facts facts
-        self.lock_read()
-        try:
-            facts = lib.look_at_memory(self.mem)
-            takes_parts = self.traits.kind != lib.MEMORY_NONE and not self.traits.whole_only
-            return {
-                "kind": self.memory_kind,
-                "class_name": _text(self.traits.name),
-                "kv_unified": bool(self.effective.kv_unified),
-                "n_streams": self.traits.n_stream if self.traits.kind != lib.MEMORY_NONE else 0,
-                "n_cells": facts.n_cells,
-                "n_swa": facts.n_swa,
-                "can_shift": self.traits.shift == lib.SHIFT_OK,
-                "can_copy_partial": takes_parts and self.traits.n_stream == 1,
-                "can_remove_partial": takes_parts,
-                "max_rollback": facts.max_rollback,
-                "bytes_total": facts.bytes_total,
-                "bytes_per_token": facts.bytes_per_token,
-                "buffer_types": tuple(_texts(lib.buffer_types(self.mem))),
-            }
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        facts = lib.look_at_memory(self.mem)
+        takes_parts = self.traits.kind != lib.MEMORY_NONE and not self.traits.whole_only
+        return {
+            "kind": self.memory_kind,
+            "class_name": _text(self.traits.name),
+            "kv_unified": bool(self.effective.kv_unified),
+            "n_streams": self.traits.n_stream if self.traits.kind != lib.MEMORY_NONE else 0,
+            "n_cells": facts.n_cells,
+            "n_swa": facts.n_swa,
+            "can_shift": self.traits.shift == lib.SHIFT_OK,
+            "can_copy_partial": takes_parts and self.traits.n_stream == 1,
+            "can_remove_partial": takes_parts,
+            "max_rollback": facts.max_rollback,
+            "bytes_total": facts.bytes_total,
+            "bytes_per_token": facts.bytes_per_token,
+            "buffer_types": tuple(_texts(lib.buffer_types(self.mem))),
+        }
 
     cdef int default_part(self) noexcept:
         return lib.PART_RECURRENT if self.traits.kind == lib.MEMORY_RECURRENT else lib.PART_ATTENTION
@@ -68,37 +64,31 @@ cdef class Cells(Memory):
     @property
     def n_cells_used(self):
         """Number of used cells."""
-        self.lock_read()
-        try:
-            return lib.n_used(self.mem, <lib.memory_part>self.default_part())
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        return lib.n_used(self.mem, <lib.memory_part>self.default_part())
 
     @property
     def n_cells_spanned(self):
         """Number of cells up to the highest used one: a decode attends to all of them."""
-        self.lock_read()
-        try:
-            return lib.n_spanned(self.mem)
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        return lib.n_spanned(self.mem)
 
     def cells(self, part):
         """Return (stream, cell, pos, members) of the used cells of one part."""
         cdef lib.memory_part which = <lib.memory_part>self.default_part() if part is None else _part(part)
         cdef uint32_t i = 0, n
-        self.lock_read()
-        try:
-            n = lib.n_used(self.mem, which)
-            streams = np.empty(n, np.int32)
-            indices = np.empty(n, np.int32)
-            positions = np.empty(n, np.int32)
-            members = np.zeros((n, self.n_seq_max), np.uint8)
-            if n:
-                i = self.fill_cells(which, n, streams, indices, positions, members)
-            return streams[:i], indices[:i], positions[:i], members[:i].view(np.bool_)
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        n = lib.n_used(self.mem, which)
+        streams = np.empty(n, np.int32)
+        indices = np.empty(n, np.int32)
+        positions = np.empty(n, np.int32)
+        members = np.zeros((n, self.n_seq_max), np.uint8)
+        if n:
+            i = self.fill_cells(which, n, streams, indices, positions, members)
+        return streams[:i], indices[:i], positions[:i], members[:i].view(np.bool_)
 
     cdef uint32_t fill_cells(
             self, lib.memory_part which, uint32_t n, int32_t[::1] streams, int32_t[::1] indices,
@@ -118,60 +108,50 @@ cdef class Cells(Memory):
         """Return {seq_id: (lowest, highest, number of cells)} of non-empty sequences."""
         cdef int32_t s, lo = 0, hi = 0
         cdef dict found = {}
-        self.lock_read()
-        try:
-            if self.traits.kind == lib.MEMORY_NONE:
-                return found
-            for s in range(self.n_seq_max):
-                if lib.extent(self.mem, s, lo, hi):
-                    found[s] = (lo, hi, lib.n_held(self.mem, s))
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        if self.traits.kind == lib.MEMORY_NONE:
             return found
-        finally:
-            self.lock.unlock()
+        for s in range(self.n_seq_max):
+            if lib.extent(self.mem, s, lo, hi):
+                found[s] = (lo, hi, lib.n_held(self.mem, s))
+        return found
 
     def compact(self):
         """Move used cells to the lowest places; return the number of moved cells."""
         cdef int64_t moved
-        self.lock_write()
-        try:
-            self.need_memory("kv_cache_compact")
-            if not lib.can_compact(self.mem):
-                raise UnsupportedOperation(
-                    "kv_cache_compact", f"the order of cells matters to {_text(self.traits.name)}")
-            self.apply_pending()
-            with nogil:
-                moved = self.seqs.compact()
-            self.raise_caught(lib.CAUGHT if moved == lib.CAUGHT else 0, "compact")
-            return moved
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_write(locked)
+        self.need_memory("kv_cache_compact")
+        if not lib.can_compact(self.mem):
+            raise UnsupportedOperation(
+                "kv_cache_compact", f"the order of cells matters to {_text(self.traits.name)}")
+        self.apply_pending()
+        with nogil:
+            moved = self.seqs.compact()
+        self.raise_caught(lib.CAUGHT if moved == lib.CAUGHT else 0, "compact")
+        return moved
 
     def prefix_version(self, seq_id):
         """Return a prefix version of the sequence, which is valid until one of its cells changes."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
-        self.lock_read()
-        try:
-            return self.seqs.name_version(seq)
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        return self.seqs.name_version(seq)
 
     def holds_prefix(self, seq_id, uint64_t version):
         """Return whether the sequence is unchanged since this prefix version was taken."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
-        self.lock_read()
-        try:
-            return not self.broken and self.seqs.is_version(seq, version)
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        return not self.broken and self.seqs.is_version(seq, version)
 
     def needs_removal(self, seq_id):
         """Return whether a failed decode left the sequence in a state that only removal cures."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
-        self.lock_read()
-        try:
-            return bool(self.seqs.needs_removal(seq))
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        return bool(self.seqs.needs_removal(seq))
 
     def can_resume(self, seq_id, pos):
         """Return whether removing from pos on and decoding at pos gives the right logits."""
@@ -179,20 +159,18 @@ cdef class Cells(Memory):
         if pos is None:
             raise TypeError("pos must be an integer, not None")
         p = _p0(pos, "pos")
-        self.lock_read()
-        try:
-            self.check_usable()
-            if p == 0:
-                return True
-            if self.traits.kind == lib.MEMORY_NONE or not lib.extent(self.mem, seq, lo, hi):
-                return False
-            if self.seqs.needs_removal(seq) or lib.last_before(self.mem, seq, p) != p - 1:
-                return False
-            if p <= hi and self.traits.whole_only:
-                return self.seqs.can_resume_at(seq, p)
-            return bool(lib.window_intact(self.mem, seq, p))
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        self.check_usable()
+        if p == 0:
+            return True
+        if self.traits.kind == lib.MEMORY_NONE or not lib.extent(self.mem, seq, lo, hi):
+            return False
+        if self.seqs.needs_removal(seq) or lib.last_before(self.mem, seq, p) != p - 1:
+            return False
+        if p <= hi and self.traits.whole_only:
+            return self.seqs.can_resume_at(seq, p)
+        return bool(lib.window_intact(self.mem, seq, p))
 
     def copy_prefix(self, src, dst, n):
         """Replace dst by the positions below n of src."""
@@ -216,24 +194,22 @@ cdef class Cells(Memory):
         cdef bint follows
         _range(p0, p1, &a, &b)
         from_pos = b
-        self.lock_write()
-        try:
-            self.need_memory("remove")
-            if a >= b:
-                return
-            what = self.seqs.removal_of(seq, a, b)
-            follows = b != INT32_MAX and lib.holds(self.mem, seq, b, INT32_MAX)
-            if what == lib.REMOVE_REFUSED:
+        cdef lib.scoped_lock locked
+        self.lock_write(locked)
+        self.need_memory("remove")
+        if a >= b:
+            return
+        what = self.seqs.removal_of(seq, a, b)
+        follows = b != INT32_MAX and lib.holds(self.mem, seq, b, INT32_MAX)
+        if what == lib.REMOVE_REFUSED:
+            raise UnsupportedOperation(
+                "remove", f"{self.memory_kind} memory cannot give up [{a}, {b}) of sequence {seq}: "
+                "remove all of it and decode again", "memory")
+        if follows:
+            if self.traits.whole_only:
                 raise UnsupportedOperation(
-                    "remove", f"{self.memory_kind} memory cannot give up [{a}, {b}) of sequence {seq}: "
-                    "remove all of it and decode again", "memory")
-            if follows:
-                if self.traits.whole_only:
-                    raise UnsupportedOperation(
-                        "remove", f"{self.memory_kind} memory moves whole sequences only", "memory")
-                self.check_move("remove", seq, &from_pos, &to)
-            self.remove_from(seq, what, a, b)
-            if follows:
-                self.raise_caught(self.seqs.shift(seq, b, INT32_MAX, a - b), "seq_add")
-        finally:
-            self.lock.unlock()
+                    "remove", f"{self.memory_kind} memory moves whole sequences only", "memory")
+            self.check_move("remove", seq, &from_pos, &to)
+        self.remove_from(seq, what, a, b)
+        if follows:
+            self.raise_caught(self.seqs.shift(seq, b, INT32_MAX, a - b), "seq_add")

@@ -26,43 +26,39 @@ cdef class Decoding(Batch):
         cdef Py_ssize_t i, n = <Py_ssize_t>tokens.size()
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         cdef int64_t first
-        self.lock_write()
-        try:
-            if n == 0:
-                raise InvalidBatch("there is no token to decode")
-            self.make_room(n, 1)
-            self.check_seq_for_decode(seq)
-            first = self.seqs.next_pos(seq)
-            self.check_span(first, n)
-            for i in range(n):
-                self.token[i] = tokens[i]
-                if self.token[i] < 0 or self.token[i] >= self.n_vocab:
-                    raise InvalidBatch(
-                        f"token {self.token[i]} (at {i}) is outside [0, {self.n_vocab})",
-                        index=i, value=self.token[i], limit=self.n_vocab - 1)
-                self.pos[i] = <int32_t>(first + i)
-                self.n_seq_id[i] = 1
-                self.seq_ids[i] = seq
-                self.flags[i] = self.embeddings
-            self.flags[n - 1] = 1
-            self.run_parts(n, 1)
-            # Read under the same lock: another thread may decode right after.
-            return self.logit_row(-1, True, <int32_t>n) if want_row else None
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_write(locked)
+        if n == 0:
+            raise InvalidBatch("there is no token to decode")
+        self.make_room(n, 1)
+        self.check_seq_for_decode(seq)
+        first = self.seqs.next_pos(seq)
+        self.check_span(first, n)
+        for i in range(n):
+            self.token[i] = tokens[i]
+            if self.token[i] < 0 or self.token[i] >= self.n_vocab:
+                raise InvalidBatch(
+                    f"token {self.token[i]} (at {i}) is outside [0, {self.n_vocab})",
+                    index=i, value=self.token[i], limit=self.n_vocab - 1)
+            self.pos[i] = <int32_t>(first + i)
+            self.n_seq_id[i] = 1
+            self.seq_ids[i] = seq
+            self.flags[i] = self.embeddings
+        self.flags[n - 1] = 1
+        self.run_parts(n, 1)
+        # Read under the same lock: another thread may decode right after.
+        return self.logit_row(-1, True, <int32_t>n) if want_row else None
 
     def decode_batch(self, Rows rows not None):
         """Decode tokens of several sequences, split into parts of at most n_batch."""
         cdef int32_t width
-        self.lock_write()
-        try:
-            self.load_rows(rows, False)
-            # Only the copy is used from here: other threads may change the rows.
-            width = <int32_t>rows.width
-            self.check_batch(<Py_ssize_t>self.token.size(), width, False)
-            self.run_parts(<int64_t>self.token.size(), width)
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_write(locked)
+        self.load_rows(rows, False)
+        # Only the copy is used from here: other threads may change the rows.
+        width = <int32_t>rows.width
+        self.check_batch(<Py_ssize_t>self.token.size(), width, False)
+        self.run_parts(<int64_t>self.token.size(), width)
 
     cdef int run_parts(self, int64_t n, int32_t width, bint active=True) except -1:
         """Decode the checked arrays in as few calls as possible; `active`: with the activated adapter."""
@@ -196,39 +192,37 @@ cdef class Decoding(Batch):
         cdef Py_ssize_t i, n
         cdef int32_t code, width
         cdef lib.llama_batch batch
-        self.lock_write()
+        cdef lib.scoped_lock locked
+        self.lock_write(locked)
+        if not (self.model.has_encoder or self.traits.kind == lib.MEMORY_NONE):
+            raise UnsupportedOperation("encode", "the model has no encoder: use decode()")
+        self.load_rows(rows, True)
+        n = <Py_ssize_t>self.token.size()
+        width = <int32_t>rows.width
+        self.check_batch(n, width, True)
+        if n > self.n_ubatch:
+            raise InvalidBatch(
+                f"{n} tokens must be encoded at once, and n_ubatch is {self.n_ubatch}: "
+                "create the context with a larger n_batch and n_ubatch", value=n, limit=self.n_ubatch)
+        self.forget_outputs("the last encode failed")
+        batch = self.part(0, <int32_t>n, width)
+        self.begin_work()
         try:
-            if not (self.model.has_encoder or self.traits.kind == lib.MEMORY_NONE):
-                raise UnsupportedOperation("encode", "the model has no encoder: use decode()")
-            self.load_rows(rows, True)
-            n = <Py_ssize_t>self.token.size()
-            width = <int32_t>rows.width
-            self.check_batch(n, width, True)
-            if n > self.n_ubatch:
-                raise InvalidBatch(
-                    f"{n} tokens must be encoded at once, and n_ubatch is {self.n_ubatch}: "
-                    "create the context with a larger n_batch and n_ubatch", value=n, limit=self.n_ubatch)
-            self.forget_outputs("the last encode failed")
-            batch = self.part(0, <int32_t>n, width)
-            self.begin_work()
-            try:
+            _handle_sigint()
+            self.abort_flag.arm(True)
+            with nogil:
+                code = self.seqs.encode(batch)
+            if code == 2:
                 _handle_sigint()
-                self.abort_flag.arm(True)
-                with nogil:
-                    code = self.seqs.encode(batch)
-                if code == 2:
-                    _handle_sigint()
-                if code != 0:
-                    self.encode_failed(code)
-            finally:
-                self.end_work()
-                _drain_log()
-            self.tokens_evaluated += n
-            for i in range(n):
-                self.outputs.push_back(<int32_t>i)
-            self.from_encoder = self.model.has_decoder and self.model.has_encoder
+            if code != 0:
+                self.encode_failed(code)
         finally:
-            self.lock.unlock()
+            self.end_work()
+            _drain_log()
+        self.tokens_evaluated += n
+        for i in range(n):
+            self.outputs.push_back(<int32_t>i)
+        self.from_encoder = self.model.has_decoder and self.model.has_encoder
 
     cdef int encode_failed(self, int32_t code) except -1:
         if code == lib.CAUGHT:

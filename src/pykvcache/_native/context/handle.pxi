@@ -2,7 +2,10 @@
 
 @cython.no_gc_clear  # __dealloc__ frees the context before its model
 cdef class Handle:
-    """Own a ``llama_context``; methods run between lock_read() or lock_write(), and lock.unlock()."""
+    """Own a ``llama_context``.
+
+    Methods declare a ``scoped_lock`` and pass it to `lock_read` or `lock_write`. It unlocks when they return or raise.
+    """
 
     cdef lib.llama_context* ctx
     # Owns the facts about sequences and changes them; `mem` only reads.
@@ -143,32 +146,29 @@ cdef class Handle:
         if self.closed and self.exports == 0 and self.generation == _generation and not self.stopped:
             self.free()
 
-    cdef int lock_write(self) except -1:
+    cdef int lock_write(self, lib.scoped_lock& locked) except -1:
         """Take the lock for a call that changes cells; refuse a broken context."""
-        self.lock_read()
-        if self.broken:
-            self.lock.unlock()
-            self.check_usable()
+        self.lock_read(locked)
+        self.check_usable()
         self.seqs.begin()
         return 0
 
-    cdef int lock_read(self) except -1:
-        """Take the lock for a call that only reads.
-
-        The GIL is released only when another thread holds the lock.
-        """
+    cdef int lock_read(self, lib.scoped_lock& locked) except -1:
+        """Take the lock for a call that only reads."""
         self.check_process()
+        self.wait_for_lock(locked)
+        if self.closed or self.ctx == NULL:  # NULL before __cinit__ ends: the collector shows objects early
+            raise ClosedError("the context is closed")
+        return _check_lost(self.links, "use")
+
+    cdef int wait_for_lock(self, lib.scoped_lock& locked) except -1:
+        """Take the lock; the GIL is released only when another thread holds it."""
         if not self.lock.try_lock():
             if self.lock.is_mine():
                 raise ReentryError("a callback of this context called the context itself")
             with nogil:
                 self.lock.lock()
-        if self.closed or self.ctx == NULL:  # NULL before __cinit__ ends: the collector shows objects early
-            self.lock.unlock()
-            raise ClosedError("the context is closed")
-        if lib.lost_link(self.links) != NULL:
-            self.lock.unlock()
-            _check_lost(self.links, "use")
+        locked.adopt(self.lock)
         return 0
 
     cdef int check_process(self) except -1:
@@ -216,22 +216,16 @@ cdef class Handle:
 
     def close(self):
         """Free the context; wait for a running call of another thread."""
+        cdef lib.scoped_lock locked
         if self.generation != _generation:
             self.closed = True
             return
         if self.closed or self.stopped:
             return
-        if not self.lock.try_lock():
-            if self.lock.is_mine():
-                raise ReentryError("a callback of this context called close()")
-            with nogil:
-                self.lock.lock()
-        try:
-            self.closed = True
-            if self.exports == 0:
-                self.free()
-        finally:
-            self.lock.unlock()
+        self.wait_for_lock(locked)
+        self.closed = True
+        if self.exports == 0:
+            self.free()
 
     def stop(self):
         """Stop for good, at interpreter exit: no thread may decode while libraries unload."""
@@ -244,13 +238,11 @@ cdef class Handle:
 
     def is_eog(self, int32_t token):
         """Call ``llama_vocab_is_eog`` under the lock, which keeps the model open."""
-        self.lock_read()
-        try:
-            if self.model.vocab_type == 0 or token < 0 or token >= self.n_vocab:
-                return False
-            return bool(lib.llama_vocab_is_eog(self.model.vocab, token))
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        if self.model.vocab_type == 0 or token < 0 or token >= self.n_vocab:
+            return False
+        return bool(lib.llama_vocab_is_eog(self.model.vocab, token))
 
     @property
     def flash_attn(self):
@@ -299,31 +291,25 @@ cdef class Handle:
         """Call ``llama_set_n_threads``."""
         cdef int n = _int(n_threads, "n_threads", 1, 512)
         cdef int nb = _int(n_threads_batch, "n_threads_batch", 1, 512)
-        self.lock_read()
-        try:
-            lib.llama_set_n_threads(self.ctx, n, nb)
-            self.effective.n_threads = n
-            self.effective.n_threads_batch = nb
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        lib.llama_set_n_threads(self.ctx, n, nb)
+        self.effective.n_threads = n
+        self.effective.n_threads_batch = nb
 
     def perf(self):
         """Return ``llama_perf_context`` as a tuple."""
         cdef lib.llama_perf_context_data d
-        self.lock_read()
-        try:
-            d = lib.llama_perf_context(self.ctx)
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        d = lib.llama_perf_context(self.ctx)
         return d.t_load_ms, d.t_p_eval_ms, d.t_eval_ms, d.n_p_eval, d.n_eval, d.n_reused
 
     def perf_reset(self):
         """Call ``llama_perf_context_reset``."""
-        self.lock_read()
-        try:
-            lib.llama_perf_context_reset(self.ctx)
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        lib.llama_perf_context_reset(self.ctx)
 
 
 cdef int _fill_context_params(lib.llama_context_params* p, dict d) except -1:

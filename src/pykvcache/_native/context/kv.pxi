@@ -84,28 +84,29 @@ def read_regions(list regions, func):
 
     The result of `func` must not refer to the arrays: it is used without the lock.
     """
-    cdef Handle owner
+    if not regions:
+        raise ArgumentError("there are no regions to read", what="regions")
+    cdef Handle owner = (<Region?>regions[0]).owner  # kept until _read_regions has unlocked it
+    return _read_regions(owner, regions, func)
+
+
+cdef object _read_regions(Handle owner, list regions, object func):
     cdef Region region
     cdef Memory3D memory
     cdef list arrays = []
-    if not regions:
-        raise ArgumentError("there are no regions to read", what="regions")
-    owner = (<Region?>regions[0]).owner
-    owner.lock_read()
-    try:
-        for region in regions:
-            if region.owner is not owner:
-                raise ArgumentError("the regions are of different contexts", what="regions")
-            if region.epoch != owner.seqs.epoch():
-                raise StaleViewError("the cache was changed since this view was made: make a new one")
-            memory = Memory3D.__new__(Memory3D)
-            memory.region = region
-            memory.owner = owner
-            owner.exports += 1
-            arrays.append(_array(memory, None))
-        return func(*arrays)
-    finally:
-        owner.lock.unlock()
+    cdef lib.scoped_lock locked
+    owner.lock_read(locked)
+    for region in regions:
+        if region.owner is not owner:
+            raise ArgumentError("the regions are of different contexts", what="regions")
+        if region.epoch != owner.seqs.epoch():
+            raise StaleViewError("the cache was changed since this view was made: make a new one")
+        memory = Memory3D.__new__(Memory3D)
+        memory.region = region
+        memory.owner = owner
+        owner.exports += 1
+        arrays.append(np.asarray(memory))
+    return func(*arrays)
 
 
 cdef class Arrays(Cells):
@@ -120,29 +121,25 @@ cdef class Arrays(Cells):
         cdef lib.live_tensor a, b
         cdef uint32_t il
         cdef list result = []
-        self.lock_read()
-        try:
-            for il in lib.part_layers(self.mem, which):
-                a = lib.tensor_at(self.mem, which, il, 0, 0)
-                b = lib.tensor_at(self.mem, which, il, 1, 0)
-                result.append((
-                    il,
-                    (a.type, a.n_head, a.head_dim) if a.data != NULL else None,
-                    (b.type, b.n_head, b.head_dim) if b.data != NULL else None))
-            return result
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        for il in lib.part_layers(self.mem, which):
+            a = lib.tensor_at(self.mem, which, il, 0, 0)
+            b = lib.tensor_at(self.mem, which, il, 1, 0)
+            result.append((
+                il,
+                (a.type, a.n_head, a.head_dim) if a.data != NULL else None,
+                (b.type, b.n_head, b.head_dim) if b.data != NULL else None))
+        return result
 
     def hadamard(self, str part not None):
         """Return the sizes of the Hadamard matrices applied to K and V; 0 for none."""
         cdef lib.hadamard_facts facts
         cdef lib.memory_part which = _part(part)
-        self.lock_read()
-        try:
-            facts = lib.part_hadamard(self.mem, which)
-            return facts.keys, facts.values
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        facts = lib.part_hadamard(self.mem, which)
+        return facts.keys, facts.values
 
     def rope(self, uint32_t layer):
         """Return how the graph rotates a layer's keys; None if it has none or does not rotate them.
@@ -152,21 +149,19 @@ cdef class Arrays(Cells):
         cdef lib.key_rope rope
         cdef vector[float] factors
         cdef size_t i
-        self.lock_read()
-        try:
-            if not lib.has_keys(self.mem, layer):
-                return None
-            rope = lib.rope_at(self.mem, layer)
-            if rope.known and rope.facts.type < 0:
-                return None
-            with nogil:
-                factors = lib.rope_factors(rope)
-            _check_lost(self.links, "kv")
-            result = dict(rope.facts, known=bool(rope.known))
-            result["freq_factors"] = _floats(factors)
-            return result
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        if not lib.has_keys(self.mem, layer):
+            return None
+        rope = lib.rope_at(self.mem, layer)
+        if rope.known and rope.facts.type < 0:
+            return None
+        with nogil:
+            factors = lib.rope_factors(rope)
+        _check_lost(self.links, "kv")
+        result = dict(rope.facts, known=bool(rope.known))
+        result["freq_factors"] = _floats(factors)
+        return result
 
     def rope_settings(self, uint32_t layer):
         """Return the rotation settings of a layer, known or not; None if it has no keys.
@@ -174,13 +169,11 @@ cdef class Arrays(Cells):
         Equal settings of one model rotate alike; `rope` says what they do to keys. If the graph could
         not be read, these are the context's settings and ``known`` is False.
         """
-        self.lock_read()
-        try:
-            if not lib.has_keys(self.mem, layer):
-                return None
-            return self.settings_of(lib.rope_at(self.mem, layer))
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        if not lib.has_keys(self.mem, layer):
+            return None
+        return self.settings_of(lib.rope_at(self.mem, layer))
 
     cdef dict settings_of(self, const lib.key_rope& rope):
         cdef vector[float] factors
@@ -200,13 +193,11 @@ cdef class Arrays(Cells):
         cdef uint8_t[::1] view
         seen = np.empty(positions.shape[0], np.uint8)
         view = seen
-        self.lock_read()
-        try:
-            for i in range(positions.shape[0]):
-                view[i] = lib.in_window(self.mem, positions[i], next_pos)
-            return seen.view(np.bool_)
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        for i in range(positions.shape[0]):
+            view[i] = lib.in_window(self.mem, positions[i], next_pos)
+        return seen.view(np.bool_)
 
     def take(self, seq_id, bint copy):
         """Return a sequence's cells: per part (part, positions, extended or None, layers).
@@ -223,33 +214,31 @@ cdef class Arrays(Cells):
         cdef int32_t[:, ::1] ext
         cdef list parts = []
         cdef Py_ssize_t i
-        self.lock_read()
-        try:
-            self.need_memory("kv")
-            self.check_usable()
-            self.check_readable(seq)
-            self.apply_pending()
-            for name in _PARTS:
-                part = <lib.memory_part><int>_PARTS[name]
-                if not lib.has_part(self.mem, part):
-                    continue
-                cells = lib.part_cells(self.mem, part, seq)
-                positions = np.empty(cells.size(), np.int32)
-                pos = positions
-                for i in range(<Py_ssize_t>cells.size()):
-                    pos[i] = cells[i].pos
-                extended = None
-                if part == lib.PART_RECURRENT:
-                    extended = lib.first_of(self.mem, seq)
-                elif lib.has_extended(self.mem):
-                    extended = np.empty((cells.size(), 3), np.int32)
-                    if cells.size():
-                        ext = extended
-                        lib.read_extended(self.mem, part, seq, cells, &ext[0, 0])
-                parts.append((name, positions, extended, self.layers_of(part, seq, cells, copy)))
-            return parts
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        self.need_memory("kv")
+        self.check_usable()
+        self.check_readable(seq)
+        self.apply_pending()
+        for name in _PARTS:
+            part = <lib.memory_part><int>_PARTS[name]
+            if not lib.has_part(self.mem, part):
+                continue
+            cells = lib.part_cells(self.mem, part, seq)
+            positions = np.empty(cells.size(), np.int32)
+            pos = positions
+            for i in range(<Py_ssize_t>cells.size()):
+                pos[i] = cells[i].pos
+            extended = None
+            if part == lib.PART_RECURRENT:
+                extended = lib.first_of(self.mem, seq)
+            elif lib.has_extended(self.mem):
+                extended = np.empty((cells.size(), 3), np.int32)
+                if cells.size():
+                    ext = extended
+                    lib.read_extended(self.mem, part, seq, cells, &ext[0, 0])
+            parts.append((name, positions, extended, self.layers_of(part, seq, cells, copy)))
+        return parts
 
     cdef int check_readable(self, int32_t seq) except -1:
         if self.traits.kind == lib.MEMORY_OTHER or self.traits.picks_blocks:

@@ -33,11 +33,9 @@ cdef class Memory(Handle):
     @property
     def n_streams(self):
         """Number of separate streams of cells."""
-        self.lock_read()
-        try:
-            return self.traits.n_stream
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        return self.traits.n_stream
 
     def can_shift(self):
         """Return whether this memory can shift; needs no lock because it never changes."""
@@ -68,33 +66,29 @@ cdef class Memory(Handle):
         cdef int overflow = 0
         cdef long long n = _index(seq_id, "sequence id", &overflow)
         cdef int32_t lo = 0, hi = 0
-        self.lock_read()
-        try:
-            self.check_usable()
-            if overflow or n < 0 or n >= self.n_seq_max or self.traits.kind == lib.MEMORY_NONE:
-                return -1
-            if not want_max:
-                return lib.first_kept(self.mem, <int32_t>n)
-            return hi if lib.extent(self.mem, <int32_t>n, lo, hi) else -1
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        self.check_usable()
+        if overflow or n < 0 or n >= self.n_seq_max or self.traits.kind == lib.MEMORY_NONE:
+            return -1
+        if not want_max:
+            return lib.first_kept(self.mem, <int32_t>n)
+        return hi if lib.extent(self.mem, <int32_t>n, lo, hi) else -1
 
     # Removal -------------------------------------------------------------------------
 
     def clear(self, bint data):
         """Call ``llama_memory_clear``; also repairs sequences that need removal and a broken context."""
         cdef int32_t code
-        self.lock_read()  # not lock_write(), which refuses a broken context
-        try:
-            with nogil:
-                code = self.seqs.clear(data)
-            if self.broken:
-                # An encode that threw leaves this flag switched.
-                lib.llama_set_causal_attn(self.ctx, self.causal)
-                self.broken = False
-            self.raise_caught(code, "clear")
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)  # not lock_write(), which refuses a broken context
+        with nogil:
+            code = self.seqs.clear(data)
+        if self.broken:
+            # An encode that threw leaves this flag switched.
+            lib.llama_set_causal_attn(self.ctx, self.causal)
+            self.broken = False
+        self.raise_caught(code, "clear")
 
     cdef int remove_from(self, int32_t seq, lib.removal what, int32_t p0, int32_t p1) except -1:
         return self.raise_refused(self.seqs.remove(seq, what, p0, p1), seq, "seq_rm")
@@ -112,35 +106,31 @@ cdef class Memory(Handle):
         _range(p0, p1, &a, &b)
         if a == 0 and b == INT32_MAX and not self.closed and lib.lost_link(self.links) != NULL:
             return True  # its cells are lost with the server, and closing a sequence must not raise
-        self.lock_write()
-        try:
-            self.need_memory("clear_kv_cache_seq")
-            if a >= b:
-                return True
-            if seq >= 0:
-                what = self.seqs.removal_of(seq, a, b)
-                if what == lib.REMOVE_REFUSED:
-                    return False
-                self.remove_from(seq, what, a, b)
-                return True
-            for s in range(self.n_seq_max):
-                if self.seqs.removal_of(s, a, b) == lib.REMOVE_REFUSED:
-                    return False
-            for s in range(self.n_seq_max):
-                self.remove_from(s, self.seqs.removal_of(s, a, b), a, b)
+        cdef lib.scoped_lock locked
+        self.lock_write(locked)
+        self.need_memory("clear_kv_cache_seq")
+        if a >= b:
             return True
-        finally:
-            self.lock.unlock()
+        if seq >= 0:
+            what = self.seqs.removal_of(seq, a, b)
+            if what == lib.REMOVE_REFUSED:
+                return False
+            self.remove_from(seq, what, a, b)
+            return True
+        for s in range(self.n_seq_max):
+            if self.seqs.removal_of(s, a, b) == lib.REMOVE_REFUSED:
+                return False
+        for s in range(self.n_seq_max):
+            self.remove_from(s, self.seqs.removal_of(s, a, b), a, b)
+        return True
 
     def seq_keep(self, seq_id):
         """Remove every other sequence, in every stream and part."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
-        self.lock_write()
-        try:
-            self.need_memory("kv_cache_seq_keep")
-            self.raise_refused(self.seqs.keep(seq), seq, "seq_keep")
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_write(locked)
+        self.need_memory("kv_cache_seq_keep")
+        self.raise_refused(self.seqs.keep(seq), seq, "seq_keep")
 
     # Copy ----------------------------------------------------------------------------
 
@@ -150,29 +140,27 @@ cdef class Memory(Handle):
         cdef int32_t a = 0, b = 0, lo = 0, hi = 0
         cdef bint whole
         _range(p0, p1, &a, &b)
-        self.lock_write()
-        try:
-            self.need_memory(operation)
-            if s == d:
-                return
-            if a >= b or not lib.extent(self.mem, s, lo, hi) or not self.selects(s, a, b, lo, hi):
-                self.remove_from(d, self.seqs.removal_of(d, 0, INT32_MAX), 0, INT32_MAX)
-                return
-            whole = a <= lo and b > hi
-            if not whole:
-                self.check_partial_copy(operation, s, a, b)
-            if self.seqs.needs_removal(s):
-                raise UnsupportedOperation(
-                    operation, f"sequence {s} holds the rest of an aborted decode: remove all of it",
-                    "sequence")
-            if whole:
-                a, b = 0, INT32_MAX
-            self.raise_refused(self.seqs.copy(s, d, a, b), d, "seq_cp")
-            if self.traits.kind == lib.MEMORY_OTHER:
-                # A removal would clear the source's compressed rows before a pending copy reads them.
-                self.apply_pending()
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_write(locked)
+        self.need_memory(operation)
+        if s == d:
+            return
+        if a >= b or not lib.extent(self.mem, s, lo, hi) or not self.selects(s, a, b, lo, hi):
+            self.remove_from(d, self.seqs.removal_of(d, 0, INT32_MAX), 0, INT32_MAX)
+            return
+        whole = a <= lo and b > hi
+        if not whole:
+            self.check_partial_copy(operation, s, a, b)
+        if self.seqs.needs_removal(s):
+            raise UnsupportedOperation(
+                operation, f"sequence {s} holds the rest of an aborted decode: remove all of it",
+                "sequence")
+        if whole:
+            a, b = 0, INT32_MAX
+        self.raise_refused(self.seqs.copy(s, d, a, b), d, "seq_cp")
+        if self.traits.kind == lib.MEMORY_OTHER:
+            # A removal would clear the source's compressed rows before a pending copy reads them.
+            self.apply_pending()
 
     def copy_cache(self, src, dst, size):
         """Replace dst by the positions below `size` of src."""
@@ -220,24 +208,22 @@ cdef class Memory(Handle):
         delta = _whole(delta, "delta")
         by = _index(delta, "delta", &overflow)
         _range(p0, p1, &a, &b)
-        self.lock_write()
-        try:
-            if not self.begin_move("kv_cache_seq_add", seq, a, b):
-                return
-            if by == 0 and not overflow:
-                return
-            self.check_move("kv_cache_seq_add", seq, &a, &b)
-            if overflow or by > INT32_MAX or by < -INT32_MAX - 1:
-                problem = lib.SHIFT_OVERFLOW
-                lib.extent(self.mem, seq, first, where)
-            else:
-                problem = lib.add_check(self.mem, seq, a, b, by, where)
-            if problem != lib.SHIFT_FITS:
-                to = delta + <object>where
-                self.raise_problem(problem, f"adding {shown(delta)}", where, to, p0, p1)
-            self.raise_caught(self.seqs.shift(seq, a, b, <int32_t>by), "seq_add")
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_write(locked)
+        if not self.begin_move("kv_cache_seq_add", seq, a, b):
+            return
+        if by == 0 and not overflow:
+            return
+        self.check_move("kv_cache_seq_add", seq, &a, &b)
+        if overflow or by > INT32_MAX or by < -INT32_MAX - 1:
+            problem = lib.SHIFT_OVERFLOW
+            lib.extent(self.mem, seq, first, where)
+        else:
+            problem = lib.add_check(self.mem, seq, a, b, by, where)
+        if problem != lib.SHIFT_FITS:
+            to = delta + <object>where
+            self.raise_problem(problem, f"adding {shown(delta)}", where, to, p0, p1)
+        self.raise_caught(self.seqs.shift(seq, a, b, <int32_t>by), "seq_add")
 
     def seq_div(self, seq_id, p0, p1, d):
         """Divide the positions in ``[p0, p1)`` by d, rotating K the right way."""
@@ -245,19 +231,17 @@ cdef class Memory(Handle):
         cdef int by = _int(d, "d", 1, 255)
         cdef lib.shift_problem problem
         _range(p0, p1, &a, &b)
-        self.lock_write()
-        try:
-            if not self.begin_move("kv_cache_seq_div", seq, a, b):
-                return
-            if by == 1:
-                return
-            self.check_move("kv_cache_seq_div", seq, &a, &b)
-            problem = lib.div_check(self.mem, seq, a, b, by, where)
-            if problem != lib.SHIFT_FITS:
-                self.raise_problem(problem, f"dividing by {by}", where, where // by, p0, p1)
-            self.raise_caught(self.seqs.divide(seq, a, b, by), "seq_div")
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_write(locked)
+        if not self.begin_move("kv_cache_seq_div", seq, a, b):
+            return
+        if by == 1:
+            return
+        self.check_move("kv_cache_seq_div", seq, &a, &b)
+        problem = lib.div_check(self.mem, seq, a, b, by, where)
+        if problem != lib.SHIFT_FITS:
+            self.raise_problem(problem, f"dividing by {by}", where, where // by, p0, p1)
+        self.raise_caught(self.seqs.divide(seq, a, b, by), "seq_div")
 
     cdef int begin_move(self, str operation, int32_t seq, int32_t a, int32_t b) except -1:
         """Return 0 if there is nothing to move; raise if this memory or sequence cannot be shifted at all."""
@@ -311,12 +295,10 @@ cdef class Memory(Handle):
 
     def update(self):
         """Apply pending shifts and stream copies now (``llama_context::memory_update``)."""
-        self.lock_read()
-        try:
-            self.check_usable()
-            self.apply_pending()
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        self.check_usable()
+        self.apply_pending()
 
     cdef int apply_pending(self) except -1:
         """Apply pending updates while abort() is disabled."""

@@ -164,60 +164,54 @@ cdef class Outputs(Partials):
     def logits(self, i):
         """Copy one row of logits."""
         i = _whole(i, "index")
-        self.lock_read()
-        try:
-            self.check_usable()
-            return self.logit_row(i, True)
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        self.check_usable()
+        return self.logit_row(i, True)
 
     def token_embeddings(self, i):
         """Copy one row of embeddings."""
         i = _whole(i, "index")
-        self.lock_read()
-        try:
-            self.check_usable()
-            if not self.embeddings:
-                raise UnsupportedOperation(
-                    "embeddings", "create the context with embeddings=True", "context")
-            if self.pooling_type != 0:
-                raise UnsupportedOperation(
-                    "embeddings", "they are pooled: see seq_embeddings(), or use pooling_type='none'",
-                    "context")
-            result = self.row(self.find_output(i, "embeddings"), False, True, i, 0)
-            if result is None:
-                raise OutOfRangeError(
-                    f"token {i} of the last decode has no embeddings", what="embeddings", value=i)
-            return result
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        self.check_usable()
+        if not self.embeddings:
+            raise UnsupportedOperation(
+                "embeddings", "create the context with embeddings=True", "context")
+        if self.pooling_type != 0:
+            raise UnsupportedOperation(
+                "embeddings", "they are pooled: see seq_embeddings(), or use pooling_type='none'",
+                "context")
+        result = self.row(self.find_output(i, "embeddings"), False, True, i, 0)
+        if result is None:
+            raise OutOfRangeError(
+                f"token {i} of the last decode has no embeddings", what="embeddings", value=i)
+        return result
 
     def seq_embeddings(self, seq_id):
         """Copy the pooled embedding of a sequence."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         cdef int32_t n = self.n_embd_out if self.pooling_type != 4 else self.model.facts.n_cls_out
         cdef const float* row
-        self.lock_read()
-        try:
-            self.check_usable()
-            if not self.embeddings or self.pooling_type == 0:
-                raise UnsupportedOperation(
-                    "seq_embeddings", "create the context with embeddings=True and a pooling_type", "context")
-            if self.outputs.size() == 0:
-                raise self.none_there("embeddings")
-            row = lib.embeddings_seq(self.ctx, seq)
-            if row == NULL:
-                _check_lost(self.links, "logits")
-                raise OutOfRangeError(
-                    f"sequence {seq} was not in the last decode", what="sequence", value=seq)
-            if not self.seqs.rows_are_whole(seq):
-                raise OutOfRangeError(
-                    f"the embeddings of sequence {seq} are gone: it no longer holds what was decoded",
-                    what="sequence", value=seq)
-            self.check_finite(row, n, False, seq, 0)
-            return self.copy_row(row, n)
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        self.check_usable()
+        if not self.embeddings or self.pooling_type == 0:
+            raise UnsupportedOperation(
+                "seq_embeddings", "create the context with embeddings=True and a pooling_type", "context")
+        if self.outputs.size() == 0:
+            raise self.none_there("embeddings")
+        row = lib.embeddings_seq(self.ctx, seq)
+        if row == NULL:
+            _check_lost(self.links, "logits")
+            raise OutOfRangeError(
+                f"sequence {seq} was not in the last decode", what="sequence", value=seq)
+        if not self.seqs.rows_are_whole(seq):
+            raise OutOfRangeError(
+                f"the embeddings of sequence {seq} are gone: it no longer holds what was decoded",
+                what="sequence", value=seq)
+        self.check_finite(row, n, False, seq, 0)
+        return self.copy_row(row, n)
 
 
 def first_not_finite(const float[::1] row not None, bint is_logits):

@@ -18,25 +18,23 @@ cdef class Context(Adapted):
             raise ArgumentError(
                 f"no tokens [{begin}, {end}) are pending of {ledger.n}",
                 what="tokens", value=(begin, end), limit=ledger.n)
-        self.lock_write()
+        cdef lib.scoped_lock locked
+        self.lock_write(locked)
+        if not self.is_as_noted(ledger, seq):
+            return False, None
         try:
-            if not self.is_as_noted(ledger, seq):
-                return False, None
-            try:
-                self.make_room(n, 1)
-                memcpy(self.token.data(), ledger.data + begin, n * sizeof(int32_t))
-                for i in range(n):
-                    self.put_row(i, <int32_t>(begin + i), seq, self.embeddings)
-                self.flags[n - 1] = 1
-                self.check_batch(n, 1, False)
-                self.run_parts(n, 1, ledger.next_is_active())
-                self.note_held(ledger, seq, end)
-                return True, self.logit_row(-1, True, <int32_t>n) if want_row else None
-            except BaseException:
-                self.note_left(ledger, seq)
-                raise
-        finally:
-            self.lock.unlock()
+            self.make_room(n, 1)
+            memcpy(self.token.data(), ledger.data + begin, n * sizeof(int32_t))
+            for i in range(n):
+                self.put_row(i, <int32_t>(begin + i), seq, self.embeddings)
+            self.flags[n - 1] = 1
+            self.check_batch(n, 1, False)
+            self.run_parts(n, 1, ledger.next_is_active())
+            self.note_held(ledger, seq, end)
+            return True, self.logit_row(-1, True, <int32_t>n) if want_row else None
+        except BaseException:
+            self.note_left(ledger, seq)
+            raise
 
     def decode_shares(self, Rows rows not None, list shares not None):
         """Decode a batch of several sequences; return rows of logits, or None if a ledger differs.
@@ -47,35 +45,31 @@ cdef class Context(Adapted):
         """
         cdef int32_t width
         cdef int active = _are_active((), shares)
-        self.lock_write()
+        cdef lib.scoped_lock locked
+        self.lock_write(locked)
+        if active < 0 or not self.are_as_noted(shares):
+            return None
         try:
-            if active < 0 or not self.are_as_noted(shares):
-                return None
-            try:
-                self.load_rows(rows, False)
-                width = <int32_t>rows.width
-                self.check_batch(<Py_ssize_t>self.token.size(), width, False)
-                self.run_parts(<int64_t>self.token.size(), width, active != 0)
-                return self.note_shares(shares, 0)
-            except BaseException:
-                self.note_shares_left(shares)
-                raise
-        finally:
-            self.lock.unlock()
+            self.load_rows(rows, False)
+            width = <int32_t>rows.width
+            self.check_batch(<Py_ssize_t>self.token.size(), width, False)
+            self.run_parts(<int64_t>self.token.size(), width, active != 0)
+            return self.note_shares(shares, 0)
+        except BaseException:
+            self.note_shares_left(shares)
+            raise
 
     def not_ready(self, lanes not None, owners not None):
         """Return the owners of lanes that cannot take part in a `step`."""
         cdef tuple own_lanes = tuple(lanes), own_owners = tuple(owners)
         _check_lanes(own_lanes, own_owners)
-        self.lock_read()
-        try:
-            found = []
-            for lane, owner in zip(own_lanes, own_owners):
-                if not self.is_ready(<Lane>lane):
-                    found.append(owner)
-            return found
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        found = []
+        for lane, owner in zip(own_lanes, own_owners):
+            if not self.is_ready(<Lane>lane):
+                found.append(owner)
+        return found
 
     def step(self, lanes not None, owners not None, list looks not None, Rows rows=None, list shares=None):
         """Decode, choose and append one token for each lane; decode parts of prompts in the same call.
@@ -95,39 +89,37 @@ cdef class Context(Adapted):
         n = total = len(own_lanes)
         if rows is not None:
             total += rows.n
-        self.lock_write()
-        try:
-            if active < 0 or not self.is_plain(total, rows) or not self.are_as_noted(shares):
+        cdef lib.scoped_lock locked
+        self.lock_write(locked)
+        if active < 0 or not self.is_plain(total, rows) or not self.are_as_noted(shares):
+            return None
+        for i in range(n):
+            if not self.is_ready(<Lane>own_lanes[i]):
                 return None
+        try:
+            self.make_room(total, 1)
             for i in range(n):
-                if not self.is_ready(<Lane>own_lanes[i]):
-                    return None
-            try:
-                self.make_room(total, 1)
-                for i in range(n):
-                    ledger = (<Lane>own_lanes[i]).ledger
-                    ledger.reserve(ledger.n + 1)
-                    self.token[i] = ledger.data[ledger.n - 1]
-                    self.put_row(i, <int32_t>(ledger.n - 1), ledger.seq_id, True)
-                for i in range(n, total):
-                    self.token[i] = rows.tokens[i - n]
-                    self.put_row(i, rows.positions[i - n], rows.seq_ids[i - n], rows.flags[i - n] != 0)
-                self.check_batch(total, 1, False)
-                self.run_parts(total, 1, active != 0)
-                for i in range(n):
-                    ledger = (<Lane>own_lanes[i]).ledger
-                    self.note_held(ledger, ledger.seq_id, ledger.n)
-                found = self.note_shares(shares, n)
-                self.find_rows(own_lanes, n)
-            except BaseException:
-                for i in range(n):
-                    ledger = (<Lane>own_lanes[i]).ledger
-                    self.note_left(ledger, ledger.seq_id)
-                self.note_shares_left(shares)
-                raise
-            return self.choose_all(own_lanes, own_owners, n, looks), found
-        finally:
-            self.lock.unlock()
+                ledger = (<Lane>own_lanes[i]).ledger
+                ledger.reserve(ledger.n + 1)
+                self.token[i] = ledger.data[ledger.n - 1]
+                self.put_row(i, <int32_t>(ledger.n - 1), ledger.seq_id, True)
+            for i in range(n, total):
+                self.token[i] = rows.tokens[i - n]
+                self.put_row(i, rows.positions[i - n], rows.seq_ids[i - n], rows.flags[i - n] != 0)
+            self.check_batch(total, 1, False)
+            self.run_parts(total, 1, active != 0)
+            for i in range(n):
+                ledger = (<Lane>own_lanes[i]).ledger
+                self.note_held(ledger, ledger.seq_id, ledger.n)
+            found = self.note_shares(shares, n)
+            self.find_rows(own_lanes, n)
+        except BaseException:
+            for i in range(n):
+                ledger = (<Lane>own_lanes[i]).ledger
+                self.note_left(ledger, ledger.seq_id)
+            self.note_shares_left(shares)
+            raise
+        return self.choose_all(own_lanes, own_owners, n, looks), found
 
     cdef bint are_as_noted(self, list shares) except -1:
         cdef Tokens ledger

@@ -58,6 +58,24 @@ class owned_mutex {
     }
 };
 
+// Unlocks at the end of its scope.
+class scoped_lock {
+  public:
+    scoped_lock() = default;
+    scoped_lock(const scoped_lock &) = delete;
+    scoped_lock & operator=(const scoped_lock &) = delete;
+    ~scoped_lock() {
+        if (mutex) {
+            mutex->unlock();
+        }
+    }
+    // Take over a mutex that this thread has locked.
+    void adopt(owned_mutex & locked) noexcept { mutex = &locked; }
+
+  private:
+    owned_mutex * mutex = nullptr;
+};
+
 // abort() from another thread stops the running decode, in any of its parts, but no later one.
 struct abort_flag {
     std::atomic<bool> running{false};

@@ -103,19 +103,17 @@ cdef class Blocks(State):
         cdef vector[lib.state_block] blocks
         cdef lib.state_part part
         cdef Pieces pieces = Pieces([buffer])
-        self.lock_read()
-        try:
-            self.has_states("split_state")
-            self.check(pieces, -1 if whole else 0, lib.ALL_PARTS, blocks)
-            result = []
-            for part in lib.state_parts(self.mem, self.v_trans(), lib.ALL_PARTS):
-                streams = []
-                for s in range(part.n_stream):
-                    streams.append(self.split_stream(part, s, blocks, pieces, whole))
-                result.append(streams if whole else _one_stream(streams))
-            return result
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        self.has_states("split_state")
+        self.check(pieces, -1 if whole else 0, lib.ALL_PARTS, blocks)
+        result = []
+        for part in lib.state_parts(self.mem, self.v_trans(), lib.ALL_PARTS):
+            streams = []
+            for s in range(part.n_stream):
+                streams.append(self.split_stream(part, s, blocks, pieces, whole))
+            result.append(streams if whole else _one_stream(streams))
+        return result
 
     cdef tuple split_stream(
             self, lib.state_part part, uint32_t stream, vector[lib.state_block]& blocks, Pieces pieces,
@@ -162,21 +160,19 @@ cdef class Blocks(State):
         cdef vector[vector[lib.cell_arrays]] given
         cdef lib.joined_state joined
         cdef size_t i
-        self.lock_write()
-        try:
-            self.has_states("set_state")
-            layout = lib.state_parts(self.mem, self.v_trans(), lib.ALL_PARTS)
-            if <size_t>len(parts) != layout.size():
-                raise StateLayoutMismatch(f"{len(parts)} parts given: this memory has {layout.size()}")
-            given.resize(layout.size())
-            for i in range(layout.size()):
-                self.take_arrays(layout[i], parts[i], seq < 0, given[i], pieces)
-            if lib.state_join(self.mem, self.v_trans(), seq, given, joined) == lib.CAUGHT:
-                raise _caught_error("set_state")
-            pieces.pieces.swap(joined.pieces)
-            self.set_pieces(seq, pieces, firsts)
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_write(locked)
+        self.has_states("set_state")
+        layout = lib.state_parts(self.mem, self.v_trans(), lib.ALL_PARTS)
+        if <size_t>len(parts) != layout.size():
+            raise StateLayoutMismatch(f"{len(parts)} parts given: this memory has {layout.size()}")
+        given.resize(layout.size())
+        for i in range(layout.size()):
+            self.take_arrays(layout[i], parts[i], seq < 0, given[i], pieces)
+        if lib.state_join(self.mem, self.v_trans(), seq, given, joined) == lib.CAUGHT:
+            raise _caught_error("set_state")
+        pieces.pieces.swap(joined.pieces)
+        self.set_pieces(seq, pieces, firsts)
 
     cdef int take_arrays(
             self, lib.state_part part, list streams, bint whole, vector[lib.cell_arrays]& given,
@@ -245,14 +241,12 @@ cdef class Blocks(State):
         """Return the `BlockLayout`, which checks blocks without this context."""
         cdef BlockLayout made = BlockLayout.__new__(BlockLayout)
         cdef lib.memory_part which = _part(part, _CELL_PARTS)
-        self.lock_read()
-        try:
-            self.has_states("blocks", True)
-            if self.traits.has_layout:
-                made.layout = lib.block_layout_of(self.mem, self.v_trans(), which)
-            return made
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        self.has_states("blocks", True)
+        if self.traits.has_layout:
+            made.layout = lib.block_layout_of(self.mem, self.v_trans(), which)
+        return made
 
     def get_blocks(self, seq_id, first, n, list out not None, last=None, part="attention"):
         """Copy cells, starting at position `first`, n into each array of `out`.
@@ -273,34 +267,32 @@ cdef class Blocks(State):
         cdef vector[uint8_t*] to
         cdef uint8_t[::1] view
         cdef list views = []
-        self.lock_read()
-        try:
-            self.readable("blocks", seq)
-            v_trans = self.v_trans()
-            size = lib.block_layout_of(self.mem, v_trans, which).cell_bytes
-            for i in range(<size_t>len(out)):
-                view = out[i]
-                fill = rest if i + 1 == <size_t>len(out) else count
-                if size * fill > <size_t>view.shape[0]:
-                    raise ArgumentError(
-                        f"out has {view.shape[0]} bytes: {fill} cells need more",
-                        what="out", value=view.shape[0], limit=fill)
-                views.append(view)
-                to.push_back(&view[0] if view.shape[0] else NULL)
-            if not lib.has_part(self.mem, which):
-                raise UnsupportedOperation("blocks", f"{self.memory_kind} memory has no {part} cells")
-            with nogil:
-                code = lib.blocks_write(
-                    self.mem, v_trans, which, seq, begin, count, rest, to, two)
-            if code == lib.CAUGHT:
-                raise _caught_error("blocks")
-            if code == lib.BLOCKS_VALUES:
-                raise StateDamaged(
-                    f"the cells of sequence {seq} hold NaN, infinity, or values whose products overflow",
-                    what="cells")
-            return code == lib.BLOCKS_WRITTEN
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        self.readable("blocks", seq)
+        v_trans = self.v_trans()
+        size = lib.block_layout_of(self.mem, v_trans, which).cell_bytes
+        for i in range(<size_t>len(out)):
+            view = out[i]
+            fill = rest if i + 1 == <size_t>len(out) else count
+            if size * fill > <size_t>view.shape[0]:
+                raise ArgumentError(
+                    f"out has {view.shape[0]} bytes: {fill} cells need more",
+                    what="out", value=view.shape[0], limit=fill)
+            views.append(view)
+            to.push_back(&view[0] if view.shape[0] else NULL)
+        if not lib.has_part(self.mem, which):
+            raise UnsupportedOperation("blocks", f"{self.memory_kind} memory has no {part} cells")
+        with nogil:
+            code = lib.blocks_write(
+                self.mem, v_trans, which, seq, begin, count, rest, to, two)
+        if code == lib.CAUGHT:
+            raise _caught_error("blocks")
+        if code == lib.BLOCKS_VALUES:
+            raise StateDamaged(
+                f"the cells of sequence {seq} hold NaN, infinity, or values whose products overflow",
+                what="cells")
+        return code == lib.BLOCKS_WRITTEN
 
     def get_block(self, seq_id, first, n, uint8_t[::1] out not None, part="attention"):
         """Copy the cells at positions ``[first, first + n)`` as `get_blocks` does."""
@@ -324,24 +316,20 @@ cdef class Blocks(State):
         Without a window, all positions of the sequence.
         """
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
-        self.lock_read()
-        try:
-            self.check_usable()
-            if self.traits.kind == lib.MEMORY_NONE:
-                return 0, 0
-            return lib.window_begin(self.mem, seq), self.seqs.next_pos(seq)
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        self.check_usable()
+        if self.traits.kind == lib.MEMORY_NONE:
+            return 0, 0
+        return lib.window_begin(self.mem, seq), self.seqs.next_pos(seq)
 
     def spare_begin(self, seq_id):
         """Return the first window position of a state taken now with spare cells."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
-        self.lock_read()
-        try:
-            self.check_usable()
-            return lib.spare_begin(self.mem, seq)
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        self.check_usable()
+        return lib.spare_begin(self.mem, seq)
 
     def get_state_part(self, seq_id):
         """Copy the state of a sequence that is not in blocks."""
@@ -349,26 +337,24 @@ cdef class Blocks(State):
         cdef StatePart state = StatePart.__new__(StatePart)
         cdef Plan plan = Plan.__new__(Plan)
         cdef bint known
-        self.lock_read()
-        try:
-            self.readable("get_state_part", seq, True)
-            if not self.has_state_part:
-                raise UnsupportedOperation(
-                    "get_state_part", f"{self.memory_kind} memory has none: get_blocks takes all", "memory")
-            known = self.traits.has_layout
-            if known:
-                plan.one = lib.recurrent_state_new(self.mem, seq)
-                if plan.one == NULL:
-                    raise self.fail_to_read("get_state_part")
-                plan.size = plan.one.size
-            else:
-                plan = self.plan(seq)
-            state.data = self.read_state(plan, np.empty(plan.size, np.uint8))
-            state.end = self.seqs.next_pos(seq)
-            state.context = None if known else weakref.ref(self)
-            return state
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        self.readable("get_state_part", seq, True)
+        if not self.has_state_part:
+            raise UnsupportedOperation(
+                "get_state_part", f"{self.memory_kind} memory has none: get_blocks takes all", "memory")
+        known = self.traits.has_layout
+        if known:
+            plan.one = lib.recurrent_state_new(self.mem, seq)
+            if plan.one == NULL:
+                raise self.fail_to_read("get_state_part")
+            plan.size = plan.one.size
+        else:
+            plan = self.plan(seq)
+        state.data = self.read_state(plan, np.empty(plan.size, np.uint8))
+        state.end = self.seqs.next_pos(seq)
+        state.context = None if known else weakref.ref(self)
+        return state
 
     def make_state_part(self, const uint8_t[::1] content not None):
         """Return a state made of another context's `StatePart.content`; raise if it does not fit.
@@ -380,24 +366,22 @@ cdef class Blocks(State):
         cdef lib.state_block block
         cdef int32_t pos = -1
         cdef Pieces pieces = Pieces([np.frombuffer(sequence_state_head, np.uint8), content])
-        self.lock_read()
-        try:
-            self.has_states("make_state_part")
-            if not self.has_state_part:
-                raise UnsupportedOperation(
-                    "make_state_part", f"{self.memory_kind} memory has none", "memory")
-            self.check(pieces, 0, lib.RECURRENT_PARTS, found)
-            for block in found:
-                if block.kind == lib.BLOCK_CELLS:
-                    lib.read_cells(
-                        &content[block.offset - lib.SEQ_HEAD_BYTES], block.n_cells, False, &pos, NULL,
-                        NULL, NULL)
-            state.data = content
-            state.end = pos + 1
-            state.context = None
-            return state
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        self.has_states("make_state_part")
+        if not self.has_state_part:
+            raise UnsupportedOperation(
+                "make_state_part", f"{self.memory_kind} memory has none", "memory")
+        self.check(pieces, 0, lib.RECURRENT_PARTS, found)
+        for block in found:
+            if block.kind == lib.BLOCK_CELLS:
+                lib.read_cells(
+                    &content[block.offset - lib.SEQ_HEAD_BYTES], block.n_cells, False, &pos, NULL,
+                    NULL, NULL)
+        state.data = content
+        state.end = pos + 1
+        state.context = None
+        return state
 
     def set_blocks(
             self, seq_id, list attention not None, list window=None, window_first=0,
@@ -413,21 +397,19 @@ cdef class Blocks(State):
         cdef lib.joined_state joined
         cdef lib.block_run cells, kept
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
-        self.lock_write()
-        try:
-            if not self.traits.has_layout:
-                self.set_whole(seq, bool(attention or window), state)
-                return
-            self.has_states("blocks")
-            self.take_blocks(lib.PART_ATTENTION, attention, cells, pieces)
-            self.take_blocks(lib.PART_WINDOW, window or [], kept, pieces)
-            kept.first = _int(window_first, "window_first", 0, INT32_MAX)
-            is_state = self.traits.kind == lib.MEMORY_RECURRENT and state is not None
-            self.check_parts(state.end if is_state else lib.n_cells(cells), kept, state)
-            self.join_parts(lib.ALL_PARTS, cells, kept, state, pieces, joined)
-            self.set_pieces(seq, pieces, None, lib.CELL_PARTS if known_values else lib.NO_PARTS)
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_write(locked)
+        if not self.traits.has_layout:
+            self.set_whole(seq, bool(attention or window), state)
+            return
+        self.has_states("blocks")
+        self.take_blocks(lib.PART_ATTENTION, attention, cells, pieces)
+        self.take_blocks(lib.PART_WINDOW, window or [], kept, pieces)
+        kept.first = _int(window_first, "window_first", 0, INT32_MAX)
+        is_state = self.traits.kind == lib.MEMORY_RECURRENT and state is not None
+        self.check_parts(state.end if is_state else lib.n_cells(cells), kept, state)
+        self.join_parts(lib.ALL_PARTS, cells, kept, state, pieces, joined)
+        self.set_pieces(seq, pieces, None, lib.CELL_PARTS if known_values else lib.NO_PARTS)
 
     cdef int take_blocks(self, int part, list blocks, lib.block_run& run, Pieces pieces) except -1:
         """Check the lengths of blocks and record their addresses."""

@@ -66,50 +66,46 @@ cdef class Partials(Blocks):
         cdef Partial state
         cdef Plan plan
         cdef uint8_t[::1] data
-        self.lock_read()
-        try:
-            self.has_partial("get_partial_state")
-            self.readable("get_partial_state", seq, True)
-            plan = self.plan(seq, True)
-            data = self.read_state(plan, np.empty(plan.size, np.uint8))
-            state = Partial.__new__(Partial)
-            state.context = weakref.ref(self)
-            state.memory_kind = self.memory_kind
-            state.data = data
-            state.seq_id = seq
-            state.pos = self.seqs.next_pos(seq) - 1
-            state.first = lib.first_of(self.mem, seq)
-            state.version = self.seqs.name_version(seq)
-            return state
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        self.has_partial("get_partial_state")
+        self.readable("get_partial_state", seq, True)
+        plan = self.plan(seq, True)
+        data = self.read_state(plan, np.empty(plan.size, np.uint8))
+        state = Partial.__new__(Partial)
+        state.context = weakref.ref(self)
+        state.memory_kind = self.memory_kind
+        state.data = data
+        state.seq_id = seq
+        state.pos = self.seqs.next_pos(seq) - 1
+        state.first = lib.first_of(self.mem, seq)
+        state.version = self.seqs.name_version(seq)
+        return state
 
     def set_partial_state(self, Partial state not None):
         """Restore a sequence to the time when the state was taken; all or nothing."""
         cdef int32_t seq = state.seq_id
-        self.lock_write()
-        try:
-            self.has_partial("set_partial_state")
-            if state.context() is not self:
-                raise PartialStateError(
-                    "the partial state was taken from another context: use get_state() and set_state()",
-                    seq, state.pos)
-            if not self.still_holds(state):
-                raise PartialStateError(
-                    f"sequence {seq} was changed at or below position {state.pos} since the partial "
-                    "state was taken: get_state() takes all that set_state() needs", seq, state.pos)
-            if state.pos < 0:
-                self.remove_from(seq, lib.REMOVE_WHOLE, 0, INT32_MAX)
-            elif (self.traits.kind == lib.MEMORY_SLIDING_WINDOW
-                    and lib.window_intact(self.mem, seq, state.pos + 1)):
-                # All cells that the next token sees are still there: a rewind is cheaper than a copy.
-                self.raise_refused(self.seqs.rewind(seq, state.pos), seq, "seq_rm")
-            elif not self.traits.has_layout:
-                self.put_known(seq, Pieces([state.data]))
-            else:
-                self.put_part(Pieces([state.data]), seq, state.first, state.pos, state.version)
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_write(locked)
+        self.has_partial("set_partial_state")
+        if state.context() is not self:
+            raise PartialStateError(
+                "the partial state was taken from another context: use get_state() and set_state()",
+                seq, state.pos)
+        if not self.still_holds(state):
+            raise PartialStateError(
+                f"sequence {seq} was changed at or below position {state.pos} since the partial "
+                "state was taken: get_state() takes all that set_state() needs", seq, state.pos)
+        if state.pos < 0:
+            self.remove_from(seq, lib.REMOVE_WHOLE, 0, INT32_MAX)
+        elif (self.traits.kind == lib.MEMORY_SLIDING_WINDOW
+                and lib.window_intact(self.mem, seq, state.pos + 1)):
+            # All cells that the next token sees are still there: a rewind is cheaper than a copy.
+            self.raise_refused(self.seqs.rewind(seq, state.pos), seq, "seq_rm")
+        elif not self.traits.has_layout:
+            self.put_known(seq, Pieces([state.data]))
+        else:
+            self.put_part(Pieces([state.data]), seq, state.first, state.pos, state.version)
 
     cdef int put_part(
             self, Pieces pieces, int32_t seq, int32_t first, int32_t last, uint64_t version) except -1:

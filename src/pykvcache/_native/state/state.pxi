@@ -76,28 +76,26 @@ cdef class State(Arrays):
         """Return the layout of this memory's states, a dict per part, in order."""
         cdef lib.state_part part
         cdef lib.state_rows rows
-        self.lock_read()
-        try:
-            self.has_states(operation)
-            result = []
-            for part in lib.state_parts(self.mem, self.v_trans(), lib.ALL_PARTS):
-                layout = {
-                    "part": _PART_NAMES[part.part],
-                    "n_stream": part.n_stream,
-                    "n_cells": part.n_cells,
-                    "n_layer": part.n_layer,
-                    "extended": bool(part.extended),
-                    "v_trans": bool(part.v_trans),
-                    "rows": [],
-                }
-                for rows in lib.state_rows_of(self.mem, self.v_trans(), part.part):
-                    layout["rows"].append((
-                        _BLOCKS[<int>rows.kind], rows.layer, rows.type, rows.n_embd, rows.row_bytes,
-                        rows.n_head, rows.head_dim))
-                result.append(layout)
-            return result
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        self.has_states(operation)
+        result = []
+        for part in lib.state_parts(self.mem, self.v_trans(), lib.ALL_PARTS):
+            layout = {
+                "part": _PART_NAMES[part.part],
+                "n_stream": part.n_stream,
+                "n_cells": part.n_cells,
+                "n_layer": part.n_layer,
+                "extended": bool(part.extended),
+                "v_trans": bool(part.v_trans),
+                "rows": [],
+            }
+            for rows in lib.state_rows_of(self.mem, self.v_trans(), part.part):
+                layout["rows"].append((
+                    _BLOCKS[<int>rows.kind], rows.layer, rows.type, rows.n_embd, rows.row_bytes,
+                    rows.n_head, rows.head_dim))
+            result.append(layout)
+        return result
 
     cdef bint v_trans(self) noexcept:
         return not self.effective.flash_attn
@@ -111,12 +109,10 @@ cdef class State(Arrays):
     def state_size(self, seq_id):
         """Return the size of a state taken now (``llama_state_get_size``)."""
         cdef int32_t seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
-        self.lock_read()
-        try:
-            self.readable("state_size", seq)
-            return self.plan(seq).size
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        self.readable("state_size", seq)
+        return self.plan(seq).size
 
     def get_state(self, seq_id, uint8_t[::1] out, bint spare=False):
         """Copy a sequence's cells, or with None the context's (``llama_state_get_data``).
@@ -125,19 +121,17 @@ cdef class State(Arrays):
         """
         cdef int32_t seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
         cdef Plan plan
-        self.lock_read()
-        try:
-            self.readable("get_state", seq)
-            plan = self.plan(seq, False, lib.spare_begin(self.mem, seq) if spare and seq >= 0 else INT32_MAX)
-            if out is None:
-                return self.read_state(plan, np.empty(plan.size, np.uint8))
-            if <size_t>out.shape[0] < plan.size:
-                raise ArgumentError(
-                    f"out has {out.shape[0]} bytes: the state has {plan.size}",
-                    what="out", value=out.shape[0], limit=plan.size)
-            return self.read_state(plan, _array(out, np.uint8)[:plan.size])
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        self.readable("get_state", seq)
+        plan = self.plan(seq, False, lib.spare_begin(self.mem, seq) if spare and seq >= 0 else INT32_MAX)
+        if out is None:
+            return self.read_state(plan, np.empty(plan.size, np.uint8))
+        if <size_t>out.shape[0] < plan.size:
+            raise ArgumentError(
+                f"out has {out.shape[0]} bytes: the state has {plan.size}",
+                what="out", value=out.shape[0], limit=plan.size)
+        return self.read_state(plan, _array(out, np.uint8)[:plan.size])
 
     def take_state(self, seq_id, bint spare=False):
         """Return a state and its (sequence, first position) pairs, from one hold of the lock.
@@ -147,18 +141,16 @@ cdef class State(Arrays):
         cdef int32_t s, seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
         cdef int32_t lo = 0, hi = 0
         cdef Plan plan
-        self.lock_read()
-        try:
-            self.readable("save", seq)
-            plan = self.plan(seq, False, lib.spare_begin(self.mem, seq) if spare and seq >= 0 else INT32_MAX)
-            state = self.read_state(plan, np.empty(plan.size, np.uint8))
-            firsts = []
-            for s in range(<int32_t>self.n_seq_max) if seq < 0 else (seq,):
-                if lib.extent(self.mem, s, lo, hi):
-                    firsts.append((s, lo))
-            return state, firsts
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_read(locked)
+        self.readable("save", seq)
+        plan = self.plan(seq, False, lib.spare_begin(self.mem, seq) if spare and seq >= 0 else INT32_MAX)
+        state = self.read_state(plan, np.empty(plan.size, np.uint8))
+        firsts = []
+        for s in range(<int32_t>self.n_seq_max) if seq < 0 else (seq,):
+            if lib.extent(self.mem, s, lo, hi):
+                firsts.append((s, lo))
+        return state, firsts
 
     cdef int readable(self, str operation, int32_t seq, bint inside=False) except -1:
         """Refuse if bytes could not describe the memory; then apply pending updates."""
@@ -248,11 +240,9 @@ cdef class State(Arrays):
         """
         cdef int32_t seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
         pieces = Pieces(buffers)
-        self.lock_write()
-        try:
-            self.set_pieces(seq, pieces, firsts)
-        finally:
-            self.lock.unlock()
+        cdef lib.scoped_lock locked
+        self.lock_write(locked)
+        self.set_pieces(seq, pieces, firsts)
 
     cdef int set_pieces(
             self, int32_t seq, Pieces pieces, list firsts, lib.part_set known=lib.NO_PARTS) except -1:

@@ -45,7 +45,7 @@ cdef class Cells(Memory):
         return {
             "kind": self.memory_kind,
             "class_name": _text(self.traits.name),
-            "kv_unified": bool(self.effective.kv_unified),
+            "kv_unified": self.kv_unified,
             "n_streams": self.traits.n_stream if self.traits.kind != lib.MEMORY_NONE else 0,
             "n_cells": facts.n_cells,
             "n_swa": facts.n_swa,

@@ -95,12 +95,3 @@ cdef object _floats(const vector[float]& values):
     if values.size():
         memcpy(&view[0], values.data(), values.size() * sizeof(float))
     return result
-
-
-cdef object _array(view, dtype):
-    """Return an array over a buffer without a copy; dtype None accepts any number type."""
-    # If memory is short, NumPy silently falls back to copying item by item.
-    made = np.asarray(view)
-    if made.dtype.hasobject or (dtype is not None and made.dtype != dtype):
-        raise MemoryError("no memory for an array over a buffer")
-    return made

@@ -25,10 +25,10 @@ cdef class Handle:
     cdef object __weakref__
     cdef bint broken
     cdef readonly uint32_t n_ctx, n_ctx_seq, n_batch, n_ubatch, n_seq_max
-    cdef readonly bint embeddings, causal, swa_full
-    cdef readonly int pooling_type
+    cdef readonly bint embeddings, causal, swa_full, flash_attn, kv_unified
+    cdef readonly int pooling_type, n_threads, n_threads_batch
+    cdef bint gives_logits
     cdef int32_t n_vocab, n_embd_out
-    cdef lib.context_facts effective
     cdef lib.memory_traits traits
     # Whether graphs use the index of sparse attention; None if no setting decides that.
     cdef readonly object index_use
@@ -36,6 +36,7 @@ cdef class Handle:
     def __cinit__(self, Model model not None, dict params not None):
         cdef lib.llama_context_params p = lib.llama_context_default_params()
         cdef lib.llama_context* ctx
+        cdef lib.context_facts facts
         cdef bint is_open
         self.generation = _generation
         self.model = model
@@ -77,12 +78,16 @@ cdef class Handle:
         self.n_batch = lib.llama_n_batch(ctx)
         self.n_ubatch = lib.llama_n_ubatch(ctx)
         self.n_seq_max = lib.llama_n_seq_max(ctx)
-        self.effective = lib.look_at_context(ctx, self.mem)
-        self.causal = self.effective.causal
+        facts = lib.look_at_context(ctx, self.mem)
+        self.flash_attn = facts.flash_attn  # with "auto" resolved
+        self.kv_unified = facts.kv_unified
+        self.causal = facts.causal
+        self.pooling_type = facts.pooling_type
+        self.n_threads = facts.n_threads
+        self.n_threads_batch = facts.n_threads_batch
+        self.gives_logits = facts.gives_logits
         if self.traits.may_be_dense:  # as llama.cpp's graph of MiniMax M3 decides it
-            self.index_use = bool(self.effective.flash_attn
-                                  and (self.n_seq_max == 1 or not self.effective.kv_unified))
-        self.pooling_type = self.effective.pooling_type
+            self.index_use = self.flash_attn and (self.n_seq_max == 1 or not self.kv_unified)
         self.embeddings = p.embeddings
         self.swa_full = p.swa_full
         if self.traits.picks_blocks and self.n_seq_max > 1 and self.traits.n_stream == 1:
@@ -91,7 +96,7 @@ cdef class Handle:
                 "break up: use kv_unified=False, or n_seq_max=1", "kv_unified", True, False)
         if p.n_rs_seq > 0:
             self.check_kept_states(p.n_rs_seq)
-        if self.effective.endless:
+        if facts.endless:
             raise ContextCreateError(
                 "the model rotates 0 dimensions (rope.dimension_count), which never ends",
                 "model", 0, 1)
@@ -103,8 +108,8 @@ cdef class Handle:
             raise ContextCreateError(
                 "pooling_type='rank' needs a model with a classifier", "pooling_type", "rank")
         # Checked last: report errors that the caller can fix first.
-        if self.effective.fault[0] != 0:
-            raise ContextCreateError(self.effective.fault.decode(), "model")
+        if facts.fault[0] != 0:
+            raise ContextCreateError(facts.fault.decode(), "model")
         _live.add(self)
 
     cdef int check_kept_states(self, uint32_t asked) except -1:
@@ -237,32 +242,13 @@ cdef class Handle:
         self.stopped = True
 
     def is_eog(self, int32_t token):
-        """Call ``llama_vocab_is_eog`` under the lock, which keeps the model open."""
-        cdef lib.scoped_lock locked
-        self.lock_read(locked)
-        if self.model.vocab_type == 0 or token < 0 or token >= self.n_vocab:
-            return False
-        return bool(lib.llama_vocab_is_eog(self.model.vocab, token))
+        """Call ``llama_vocab_is_eog``; False for numbers that are no tokens."""
+        self.check_open()
+        return 0 <= token < self.n_vocab and self.ends_text(token)
 
-    @property
-    def flash_attn(self):
-        """Whether flash attention is used, with "auto" resolved."""
-        return self.effective.flash_attn
-
-    @property
-    def kv_unified(self):
-        """Whether all sequences share one pool of cells."""
-        return self.effective.kv_unified
-
-    @property
-    def n_threads(self):
-        """Threads for one token."""
-        return self.effective.n_threads
-
-    @property
-    def n_threads_batch(self):
-        """Threads for more than one token."""
-        return self.effective.n_threads_batch
+    cdef bint ends_text(self, int32_t token) noexcept:
+        """Return whether a token ends a text. The GIL keeps the model of an open context from being freed."""
+        return self.model.vocab_type != 0 and lib.llama_vocab_is_eog(self.model.vocab, token)
 
     @property
     def is_closed(self):
@@ -294,8 +280,8 @@ cdef class Handle:
         cdef lib.scoped_lock locked
         self.lock_read(locked)
         lib.llama_set_n_threads(self.ctx, n, nb)
-        self.effective.n_threads = n
-        self.effective.n_threads_batch = nb
+        self.n_threads = n
+        self.n_threads_batch = nb
 
     def perf(self):
         """Return ``llama_perf_context`` as a tuple."""

@@ -199,7 +199,8 @@ cdef class Writer:
         if code != lib.CHOSEN:
             raise self.sampler.problem(code, False)
         self.sampler.n_vocab = n
-        if _is_end(ctx, token):
+        ctx.check_open()  # it may have been closed since the logits were taken
+        if ctx.ends_text(token):
             return False
         self.put(token)
         return True
@@ -209,14 +210,6 @@ cdef class Writer:
         self.ledger.writer = self.name
         self.n_written += 1
         self.last = token
-
-
-cdef bint _is_end(Decoding ctx, int32_t token) except -1:
-    # Context and model may have been closed since the logits were taken. The GIL is held, so they cannot
-    # be closed between the check and the call.
-    if ctx.model_ref.get() == NULL:
-        raise ClosedError("the context is closed")
-    return ctx.model.vocab_type != 0 and lib.llama_vocab_is_eog(ctx.model.vocab, token)
 
 
 @cython.final
@@ -276,7 +269,8 @@ cdef class Lane(Writer):
             self.error = self.sampler.problem(code, False)
             return False
         try:
-            if _is_end(ctx, token):
+            ctx.check_open()
+            if ctx.ends_text(token):
                 self.is_over = True
                 return False
             self.ledger.reserve(self.ledger.n + 1)  # the room reserved before the decode may be used up
@@ -285,7 +279,7 @@ cdef class Lane(Writer):
                 self.rows.append(row)
             self.times.append(now)
             self.tokens.append(token)
-        except (MemoryError, ClosedError) as error:
+        except ClosedError as error:
             # The sampler has accepted the token, which is lost.
             self.error = error
             return False

@@ -33,8 +33,7 @@ cdef class Memory(Handle):
     @property
     def n_streams(self):
         """Number of separate streams of cells."""
-        cdef lib.scoped_lock locked
-        self.lock_read(locked)
+        self.check_open()
         return self.traits.n_stream
 
     def can_shift(self):

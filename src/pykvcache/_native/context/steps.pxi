@@ -167,7 +167,7 @@ cdef class Context(Adapted):
     cdef bint is_plain(self, Py_ssize_t n, Rows rows) noexcept:
         """Return whether a batch fits one call and its rows are logits."""
         if (n < 1 or self.embeddings or not self.causal or self.traits.kind == lib.MEMORY_NONE
-                or not self.effective.gives_logits):
+                or not self.gives_logits):
             return False
         # A window takes one token of each sequence, or many of one.
         if self.traits.windowed:
@@ -188,7 +188,7 @@ cdef class Context(Adapted):
         cdef Py_ssize_t i
         cdef Lane lane
         cdef const float* row
-        self.choices.begin(n, self.effective.n_threads_batch)
+        self.choices.begin(n, self.n_threads_batch)
         for i in range(n):
             lane = <Lane>lanes[i]
             row = lib.logits_ith(self.ctx, <int32_t>i)

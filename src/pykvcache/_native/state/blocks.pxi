@@ -43,7 +43,7 @@ cdef class StatePart:
     @property
     def content(self):
         """The bytes, without a copy, read-only."""
-        content = _array(self.data, np.uint8)
+        content = np.asarray(self.data)
         content.flags.writeable = False
         return content
 
@@ -145,8 +145,8 @@ cdef class Blocks(State):
                 at, n, part.extended, &positions[0], &ext[0] if part.extended else NULL,
                 &offsets[0] if whole else NULL, &ids[0] if whole else NULL)
         return (
-            _array(positions, np.int32), _array(ext, np.int32).reshape(-1, 3) if part.extended else None,
-            (_array(offsets, np.int32), _array(ids, np.int32)) if whole else None, rows)
+            np.asarray(positions), np.asarray(ext).reshape(-1, 3) if part.extended else None,
+            (np.asarray(offsets), np.asarray(ids)) if whole else None, rows)
 
     def set_parts(self, seq_id, list parts not None, list firsts):
         """Restore a sequence, or with None the context, from arrays of cells.

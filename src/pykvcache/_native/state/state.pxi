@@ -98,11 +98,11 @@ cdef class State(Arrays):
         return result
 
     cdef bint v_trans(self) noexcept:
-        return not self.effective.flash_attn
+        return not self.flash_attn
 
     cdef bint two_threads(self) noexcept:
         """Whether large states may be copied by two threads, as the context's thread count allows."""
-        return self.effective.n_threads_batch > 1
+        return self.n_threads_batch > 1
 
     # Out -----------------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ cdef class State(Arrays):
             raise ArgumentError(
                 f"out has {out.shape[0]} bytes: the state has {plan.size}",
                 what="out", value=out.shape[0], limit=plan.size)
-        return self.read_state(plan, _array(out, np.uint8)[:plan.size])
+        return self.read_state(plan, np.asarray(out)[:plan.size])
 
     def take_state(self, seq_id, bint spare=False):
         """Return a state and its (sequence, first position) pairs, from one hold of the lock.
@@ -199,7 +199,7 @@ cdef class State(Arrays):
             code = lib.seq_state_write(plan.one, &out[0], two)
         if code == lib.CAUGHT:
             raise self.fail_to_read("state_get_data")
-        return _array(out, np.uint8)
+        return np.asarray(out)
 
     # In ------------------------------------------------------------------------------
 

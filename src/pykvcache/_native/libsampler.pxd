@@ -28,11 +28,10 @@ cdef extern from "stages.h" namespace "pykv" nogil:
         vector[string] breakers
 
     ctypedef bool (*stage_call)(void* self, const llama_token* ids, float* logits, size_t n) noexcept
-    ctypedef void (*stage_hold)(void* self, bool is_kept) noexcept
 
     llama_sampler* sampler_chain()
     llama_sampler* sampler_made(const string& name, const vector[double]& settings, const dry_words&)
-    llama_sampler* sampler_made_of_call(void* self, stage_call, stage_hold)
+    llama_sampler* sampler_made_of_call(void* self, stage_call)
     bool sampler_is_plain(const string& name)
     int32_t sampler_add(llama_sampler* chain, llama_sampler* stage)
 

@@ -29,7 +29,7 @@ cdef class Cells(Memory):
         cdef lib.scoped_lock locked
         self.lock_read(locked)
         if lib.memory_breakdown(self.ctx, found) == lib.CAUGHT:
-            raise self.fail_to_read("memory_breakdown")
+            raise _caught_error("memory_breakdown")
         parts = []
         for i in range(found.size()):
             parts.append((_text(found[i].name), found[i].model, found[i].context, found[i].compute))

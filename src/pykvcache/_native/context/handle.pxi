@@ -215,10 +215,6 @@ cdef class Handle:
         lib.distrust_scheduler(self.ctx)
         return _caught_error(where)
 
-    cdef object fail_to_read(self, str where):
-        """Return the exception for a failed read; if memory ran out, the context stays usable."""
-        return _caught_error(where) if lib.caught_memory() else self.fail(where)
-
     def close(self):
         """Free the context; wait for a running call of another thread."""
         cdef lib.scoped_lock locked

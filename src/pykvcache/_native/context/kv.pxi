@@ -142,41 +142,23 @@ cdef class Arrays(Cells):
         return facts.keys, facts.values
 
     def rope(self, uint32_t layer):
-        """Return how the graph rotates a layer's keys; None if it has none or does not rotate them.
+        """Return how the graph rotates a layer's keys; None if it has none or does not rotate them."""
+        settings = self.rope_settings(layer)
+        return None if settings is None or (settings["known"] and settings["type"] < 0) else settings
 
-        ``known`` is False if the graph does something that these settings do not describe.
+    def rope_settings(self, uint32_t layer):
+        """Return the rotation settings of a layer; None if it has no keys.
+
+        Equal settings of one model rotate alike. ``known`` is False if the graph does something that these
+        settings do not describe. If it could not be read, they are the context's.
         """
         cdef lib.key_rope rope
         cdef vector[float] factors
-        cdef size_t i
         cdef lib.scoped_lock locked
         self.lock_read(locked)
         if not lib.has_keys(self.mem, layer):
             return None
         rope = lib.rope_at(self.mem, layer)
-        if rope.known and rope.facts.type < 0:
-            return None
-        with nogil:
-            factors = lib.rope_factors(rope)
-        _check_lost(self.links, "kv")
-        result = dict(rope.facts, known=bool(rope.known))
-        result["freq_factors"] = _floats(factors)
-        return result
-
-    def rope_settings(self, uint32_t layer):
-        """Return the rotation settings of a layer, known or not; None if it has no keys.
-
-        Equal settings of one model rotate alike; `rope` says what they do to keys. If the graph could
-        not be read, these are the context's settings and ``known`` is False.
-        """
-        cdef lib.scoped_lock locked
-        self.lock_read(locked)
-        if not lib.has_keys(self.mem, layer):
-            return None
-        return self.settings_of(lib.rope_at(self.mem, layer))
-
-    cdef dict settings_of(self, const lib.key_rope& rope):
-        cdef vector[float] factors
         with nogil:
             factors = lib.rope_factors(rope)
         _check_lost(self.links, "kv")
@@ -297,7 +279,7 @@ cdef class Arrays(Cells):
             with nogil:
                 code = lib.read_rows(self.mem, part, il, which, seq, cells, &view[0])
             if code == lib.CAUGHT:
-                raise self.fail_to_read("kv")
+                raise _caught_error("kv")
         if not t.transposed:
             return rows.reshape(n, t.n_head, head)
         rows = rows.view(f"V{t.cell_stride}").reshape(t.n_head, t.head_dim, n).transpose(2, 0, 1)

@@ -15,13 +15,6 @@ cdef class _Call:
         self.call = call
 
 
-cdef void _hold_stage(void* box, cbool is_kept) noexcept with gil:
-    if is_kept:
-        Py_INCREF(<object>box)
-    else:
-        Py_DECREF(<object>box)
-
-
 cdef cbool _call_stage(void* box, const lib.llama_token* ids, float* logits, size_t n) noexcept with gil:
     """Call a Python stage; the call that asked for the token re-raises its exception."""
     cdef _Call own = <_Call>box
@@ -61,7 +54,7 @@ cdef class Sampler:
     cdef dict params
     # The samplers of params["stages"], which `it` owns.
     cdef vector[lib.llama_sampler*] stages
-    # Python stages.
+    # Python stages, to which the samplers have borrowed pointers.
     cdef list calls
     # Highest token of the bias; -1 without a bias.
     cdef int32_t last_bias
@@ -127,7 +120,7 @@ cdef class Sampler:
                 # A box of its own also for a copy, so that each finds its own exception.
                 box = _Call(stage)
                 self.calls.append(box)
-                one = _made(lib.sampler_made_of_call(<void*>box, _call_stage, _hold_stage))
+                one = _made(lib.sampler_made_of_call(<void*>box, _call_stage))
             elif source is not None and not (restarts and "seed" in settings):
                 one = _copied(source.stages[i])
             else:

@@ -89,16 +89,10 @@ struct adaptive_stage {
 struct call_stage {
     static constexpr const char * name = "call";
 
-    void *     self;
-    stage_call call;
-    stage_hold hold;
-    std::vector<llama_token> ids;
-    std::vector<float>       logits;
-
-    call_stage(void * s, stage_call c, stage_hold h) : self(s), call(c), hold(h) { hold(self, true); }
-    call_stage(const call_stage & other) : call_stage(other.self, other.call, other.hold) {}
-    call_stage & operator=(const call_stage &) = delete;
-    ~call_stage() { hold(self, false); }
+    void *                   self;
+    stage_call               call;
+    std::vector<llama_token> ids = {};
+    std::vector<float>       logits = {};
 
     void apply(llama_token_data_array & found) {
         ids.resize(found.size);
@@ -191,8 +185,8 @@ llama_sampler * sampler_made(const std::string & name, args settings, words w) n
     });
 }
 
-llama_sampler * sampler_made_of_call(void * self, stage_call call, stage_hold hold) noexcept {
-    return guarded<llama_sampler *>(nullptr, [&] { return own_sampler<call_stage>::make({self, call, hold}); });
+llama_sampler * sampler_made_of_call(void * self, stage_call call) noexcept {
+    return guarded<llama_sampler *>(nullptr, [&] { return own_sampler<call_stage>::make({self, call}); });
 }
 
 bool sampler_is_plain(const std::string & name) noexcept {

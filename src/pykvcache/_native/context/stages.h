@@ -20,12 +20,11 @@ struct dry_words {
 
 // A stage of the program: changes `logits` in place. False: it failed and keeps its own exception.
 using stage_call = bool (*)(void * self, const llama_token * ids, float * logits, size_t n);
-using stage_hold = void (*)(void * self, bool is_kept);  // add or drop a reference
 
 // Each returns null on error; see caught().
 llama_sampler * sampler_chain() noexcept;
 llama_sampler * sampler_made(const std::string & name, const stage_settings & settings, const dry_words & words) noexcept;
-llama_sampler * sampler_made_of_call(void * self, stage_call call, stage_hold hold) noexcept;
+llama_sampler * sampler_made_of_call(void * self, stage_call call) noexcept;
 // Whether a stage has no state and never excludes every token.
 bool sampler_is_plain(const std::string & name) noexcept;
 // The chain owns the stage; CAUGHT on error.

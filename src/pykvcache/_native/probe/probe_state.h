@@ -115,7 +115,6 @@ seq_state * seq_state_new(const memory * m, bool v_trans, llama_seq_id seq, llam
 seq_state * written_state_new(const memory * m, llama_seq_id seq, bool partial) noexcept;
 // Only the recurrent part of a sequence's state, without a head.
 seq_state * recurrent_state_new(const memory * m, llama_seq_id seq) noexcept;
-void        seq_state_delete(seq_state * state) noexcept;
 int32_t     seq_state_write(const seq_state * state, uint8_t * dst, bool two) noexcept;
 
 // Number of attention cells that only this sequence holds.

@@ -43,9 +43,13 @@ class head_output : public state_output<head_output> {
     llama_io_write_i & io;
 };
 
+// A state by llama.cpp's writer: of a memory, with the head of a state, or of its recurrent part, without.
 class written_state : public seq_state {
   public:
-    written_state(const memory * m, llama_seq_id seq, bool partial) : m(m), seq(seq), partial(partial) { size = put(nullptr); }
+    written_state(const memory * m, llama_seq_id seq, llama_state_seq_flags flags, bool is_part)
+        : m(m), seq(seq), flags(flags), is_part(is_part) {
+        size = put(nullptr);
+    }
 
     void write(uint8_t * dst, bool) const override {
         if (put(dst) != size) {
@@ -56,47 +60,34 @@ class written_state : public seq_state {
   private:
     size_t put(uint8_t * dst) const {
         state_writer io(dst);
-        head_output  head(io);
-        visit_head(head, seq, llm_arch_name(m->arch));
-        m->mem->state_write(io, seq, partial ? LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY : 0);
+        if (is_part) {
+            m->recurrent->state_write(io, seq, flags);
+        } else {
+            head_output head(io);
+            visit_head(head, seq, llm_arch_name(m->arch));
+            m->mem->state_write(io, seq, flags);
+        }
         io.finish();
         return io.n_bytes();
     }
 
-    const memory * m;
-    llama_seq_id   seq;
-    bool           partial;
+    const memory *        m;
+    llama_seq_id          seq;
+    llama_state_seq_flags flags;
+    bool                  is_part;
 };
 
-class recurrent_state : public seq_state {
-  public:
-    recurrent_state(const memory * m, llama_seq_id seq) : m(m), seq(seq) { size = put(nullptr); }
-
-    void write(uint8_t * dst, bool) const override { put(dst); }
-
-  private:
-    size_t put(uint8_t * dst) const {
-        state_writer io(dst);
-        m->recurrent->state_write(io, seq, 0);
-        io.finish();
-        return io.n_bytes();
-    }
-
-    const memory * m;
-    llama_seq_id   seq;
-};
+llama_state_seq_flags flags_of(bool partial) { return partial ? LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY : 0; }
 
 }  // namespace
 
 seq_state * recurrent_state_new(const memory * m, llama_seq_id seq) noexcept {
-    return guarded<seq_state *>(nullptr, [&] { return new recurrent_state(m, seq); });
+    return guarded<seq_state *>(nullptr, [&] { return new written_state(m, seq, 0, true); });
 }
 
 seq_state * written_state_new(const memory * m, llama_seq_id seq, bool partial) noexcept {
-    return guarded<seq_state *>(nullptr, [&] { return new written_state(m, seq, partial); });
+    return guarded<seq_state *>(nullptr, [&] { return new written_state(m, seq, flags_of(partial), false); });
 }
-
-void seq_state_delete(seq_state * state) noexcept { delete state; }
 
 int32_t seq_state_write(const seq_state * state, uint8_t * dst, bool two) noexcept {
     return guarded_void([&] { state->write(dst, two); });
@@ -110,7 +101,7 @@ int32_t state_read(edit_key key, memory * m, llama_seq_id seq, bool partial, con
         } else {
             io.in.skip(io.in.get<uint32_t>());
         }
-        m->mem->state_read(io, seq, partial ? LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY : 0);
+        m->mem->state_read(io, seq, flags_of(partial));
         io.writes.run();
     });
 }

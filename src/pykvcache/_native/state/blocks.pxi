@@ -335,7 +335,7 @@ cdef class Blocks(State):
         """Copy the state of a sequence that is not in blocks."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         cdef StatePart state = StatePart.__new__(StatePart)
-        cdef Plan plan = Plan.__new__(Plan)
+        cdef unique_ptr[lib.seq_state] plan
         cdef bint known
         cdef lib.scoped_lock locked
         self.lock_read(locked)
@@ -345,13 +345,11 @@ cdef class Blocks(State):
                 "get_state_part", f"{self.memory_kind} memory has none: get_blocks takes all", "memory")
         known = self.traits.has_layout
         if known:
-            plan.one = lib.recurrent_state_new(self.mem, seq)
-            if plan.one == NULL:
-                raise self.fail_to_read("get_state_part")
-            plan.size = plan.one.size
+            plan.reset(lib.recurrent_state_new(self.mem, seq))
+            self.check_plan(plan)
         else:
-            plan = self.plan(seq)
-        state.data = self.read_state(plan, np.empty(plan.size, np.uint8))
+            self.plan(seq, plan)
+        state.data = self.read_state(plan)
         state.end = self.seqs.next_pos(seq)
         state.context = None if known else weakref.ref(self)
         return state

@@ -64,18 +64,16 @@ cdef class Partials(Blocks):
         """Copy the parts of a sequence that cannot be rewound."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         cdef Partial state
-        cdef Plan plan
-        cdef uint8_t[::1] data
+        cdef unique_ptr[lib.seq_state] plan
         cdef lib.scoped_lock locked
         self.lock_read(locked)
         self.has_partial("get_partial_state")
         self.readable("get_partial_state", seq, True)
-        plan = self.plan(seq, True)
-        data = self.read_state(plan, np.empty(plan.size, np.uint8))
+        self.plan(seq, plan, True)
         state = Partial.__new__(Partial)
         state.context = weakref.ref(self)
         state.memory_kind = self.memory_kind
-        state.data = data
+        state.data = self.read_state(plan)
         state.seq_id = seq
         state.pos = self.seqs.next_pos(seq) - 1
         state.first = lib.first_of(self.mem, seq)

@@ -58,17 +58,6 @@ cdef class Pieces:
                 self.pieces.push_back(piece)
 
 
-@cython.internal
-cdef class Plan:
-    """Plan of a state to be written; created and used under one hold of the lock."""
-
-    cdef lib.seq_state* one
-    cdef size_t size
-
-    def __dealloc__(self):
-        lib.seq_state_delete(self.one)
-
-
 cdef class State(Arrays):
     """``llama_state_*`` that applies pending updates first and undoes failures."""
 
@@ -108,11 +97,13 @@ cdef class State(Arrays):
 
     def state_size(self, seq_id):
         """Return the size of a state taken now (``llama_state_get_size``)."""
+        cdef unique_ptr[lib.seq_state] plan
         cdef int32_t seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
         cdef lib.scoped_lock locked
         self.lock_read(locked)
         self.readable("state_size", seq)
-        return self.plan(seq).size
+        self.plan(seq, plan)
+        return plan.get().size
 
     def get_state(self, seq_id, uint8_t[::1] out, bint spare=False):
         """Copy a sequence's cells, or with None the context's (``llama_state_get_data``).
@@ -120,18 +111,18 @@ cdef class State(Arrays):
         `spare` adds window cells that llama.cpp omits, for truncating the sequence by up to a window.
         """
         cdef int32_t seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
-        cdef Plan plan
+        cdef unique_ptr[lib.seq_state] plan
         cdef lib.scoped_lock locked
         self.lock_read(locked)
         self.readable("get_state", seq)
-        plan = self.plan(seq, False, lib.spare_begin(self.mem, seq) if spare and seq >= 0 else INT32_MAX)
+        self.plan(seq, plan, False, self.spare_from(seq, spare))
         if out is None:
-            return self.read_state(plan, np.empty(plan.size, np.uint8))
-        if <size_t>out.shape[0] < plan.size:
+            return self.read_state(plan)
+        if <size_t>out.shape[0] < plan.get().size:
             raise ArgumentError(
-                f"out has {out.shape[0]} bytes: the state has {plan.size}",
-                what="out", value=out.shape[0], limit=plan.size)
-        return self.read_state(plan, np.asarray(out)[:plan.size])
+                f"out has {out.shape[0]} bytes: the state has {plan.get().size}",
+                what="out", value=out.shape[0], limit=plan.get().size)
+        return self.read_state(plan, out)
 
     def take_state(self, seq_id, bint spare=False):
         """Return a state and its (sequence, first position) pairs, from one hold of the lock.
@@ -140,12 +131,12 @@ cdef class State(Arrays):
         """
         cdef int32_t s, seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
         cdef int32_t lo = 0, hi = 0
-        cdef Plan plan
+        cdef unique_ptr[lib.seq_state] plan
         cdef lib.scoped_lock locked
         self.lock_read(locked)
         self.readable("save", seq)
-        plan = self.plan(seq, False, lib.spare_begin(self.mem, seq) if spare and seq >= 0 else INT32_MAX)
-        state = self.read_state(plan, np.empty(plan.size, np.uint8))
+        self.plan(seq, plan, False, self.spare_from(seq, spare))
+        state = self.read_state(plan)
         firsts = []
         for s in range(<int32_t>self.n_seq_max) if seq < 0 else (seq,):
             if lib.extent(self.mem, s, lo, hi):
@@ -175,31 +166,37 @@ cdef class State(Arrays):
             raise UnsupportedOperation(operation, "the cells depend on the encoder's input")
         return 0
 
-    cdef Plan plan(self, int32_t seq, bint partial=False, int32_t window_from=INT32_MAX):
+    cdef int32_t spare_from(self, int32_t seq, bint spare) noexcept:
+        return lib.spare_begin(self.mem, seq) if spare and seq >= 0 else INT32_MAX
+
+    cdef int plan(
+            self, int32_t seq, unique_ptr[lib.seq_state]& plan, bint partial=False,
+            int32_t window_from=INT32_MAX) except -1:
         """Plan the state of a sequence, or with -1 of the context; `partial`: only what cannot be rewound.
 
         `window_from`: first window cell to include, also cells that llama.cpp omits.
         """
-        cdef Plan plan = Plan.__new__(Plan)
-        if not self.traits.has_layout:
-            plan.one = lib.written_state_new(self.mem, seq, False)
-        elif seq < 0 or partial:
-            plan.one = lib.written_state_new(self.mem, seq, partial)
+        if seq < 0 or partial or not self.traits.has_layout:
+            plan.reset(lib.written_state_new(self.mem, seq, partial and self.traits.has_layout))
         else:
-            plan.one = lib.seq_state_new(self.mem, self.v_trans(), seq, window_from)
-        if plan.one == NULL:
-            raise self.fail_to_read("state_get_size")
-        plan.size = plan.one.size
-        return plan
+            plan.reset(lib.seq_state_new(self.mem, self.v_trans(), seq, window_from))
+        return self.check_plan(plan)
 
-    cdef object read_state(self, Plan plan, uint8_t[::1] out):
+    cdef int check_plan(self, unique_ptr[lib.seq_state]& plan) except -1:
+        if plan.get() == NULL:
+            raise _caught_error("state_get_size")
+        return 0
+
+    cdef object read_state(self, unique_ptr[lib.seq_state]& plan, uint8_t[::1] out=None):
         cdef bint two = self.two_threads()
         cdef int32_t code
+        if out is None:
+            out = np.empty(plan.get().size, np.uint8)
         with nogil:
-            code = lib.seq_state_write(plan.one, &out[0], two)
+            code = lib.seq_state_write(plan.get(), &out[0], two)
         if code == lib.CAUGHT:
-            raise self.fail_to_read("state_get_data")
-        return np.asarray(out)
+            raise _caught_error("state_get_data")
+        return np.asarray(out)[:plan.get().size]
 
     # In ------------------------------------------------------------------------------
 
@@ -220,8 +217,7 @@ cdef class State(Arrays):
             return 0
         why = _text(found.why)
         if fault == lib.STATE_NO_ROOM and _text(found.what) == "position":
-            raise NoKvCacheSlot(
-                f"the state {why}", 1, n_cells=found.limit)
+            raise NoKvCacheSlot(f"the state {why}", 1, n_cells=found.limit)
         if fault == lib.STATE_NO_ROOM:
             raise NoKvCacheSlot(f"the state {why}", n_tokens=found.value, n_cells=found.limit)
         if fault == lib.STATE_TRUNCATED:
@@ -296,8 +292,9 @@ cdef class State(Arrays):
     cdef int put(self, int32_t seq, Pieces pieces, const int32_t* begin) except -1:
         """Replace the contents; restore them if llama.cpp refuses."""
         cdef int32_t code
-        cdef Plan plan = self.plan(seq, False, 0 if self.traits.windowed else INT32_MAX)
-        before = Pieces([self.read_state(plan, np.empty(plan.size, np.uint8))])
+        cdef unique_ptr[lib.seq_state] plan
+        self.plan(seq, plan, False, 0 if self.traits.windowed else INT32_MAX)
+        before = Pieces([self.read_state(plan)])
         with nogil:
             code = self.seqs.replace(seq, pieces.pieces, begin)
         if code == lib.CAUGHT:

@@ -1,7 +1,6 @@
 // Writes a sequence's state without llama.cpp's walk, which checks every cell for every sequence, twice. That costs
 // as much as copying the cells of a small model.
 #include <cstring>
-#include <new>
 
 #include "copy_threads.h"
 #include "guarded.h"
@@ -153,12 +152,10 @@ void walked_state::write(uint8_t * dst, bool two) const {
         for (size_t k; jobs.take(k);) {
             const rows_job & job = rows[k];
             const auto &     held = cells[job.part];
-            if (read_rows(m, parts[job.part].part, job.rows.layer, which_of(job.rows), seq, held, job.dst) == CAUGHT) {
-                if (caught_memory()) {
-                    throw std::bad_alloc();  // nothing has changed, so the context stays usable
-                }
-                throw std::runtime_error(caught());
-            }
+            tensor_reads     reads;
+            add_rows(reads, tensor_at(m, parts[job.part].part, job.rows.layer, which_of(job.rows), seq),
+                     runs_of(held.data(), held.size()), job.dst);
+            reads.run();
         }
     });
     if (size_t(out.at - dst) != size) {

@@ -55,7 +55,6 @@ struct program {
     std::vector<char_set>    sets;
     uint32_t                 n_runs  = 0;
     uint32_t                 n_heads = 0;
-    bool                     consumes = true;  // every match has characters; if false, none has
 };
 
 // Parse `pattern`, of bytes or code points like the text.

@@ -360,7 +360,6 @@ program read_pattern(const std::u32string & pattern) {
     writer out;
     out.write(all);
     out.emit(op::done);
-    out.result.consumes = shortest(all) > 0;
     return std::move(out.result);
 }
 

@@ -1,7 +1,6 @@
-# Detects private names of llama.cpp that differ between versions.
+# Refuses an unsupported llama.cpp with one line before anything is compiled.
 #
-# Sets PYKVCACHE_HAS: a macro for each accessor of this version, for _native/probe/probe_pin.h. Refuses an unsupported
-# tree with one line before anything is compiled.
+# Sets PYKVCACHE_HAS: the macros of functions that only some versions have.
 
 # This number defines the layout of states; probe_state.h describes the versions.
 set(known 3 4)
@@ -13,19 +12,10 @@ if(NOT version IN_LIST known)
 endif()
 
 set(PYKVCACHE_HAS)
-foreach(accessor "src/llama-kv-cells.h seq_pos_get" "src/llama-kv-cache.h get_stream"
-                 "ggml/include/ggml-backend.h ggml_backend_tensor_get_2d")
-  separate_arguments(accessor)
-  list(GET accessor 0 header)
-  list(GET accessor 1 name)
-  if(EXISTS "${LLAMA_CPP_SOURCE_DIR}/${header}")
-    file(STRINGS "${LLAMA_CPP_SOURCE_DIR}/${header}" found REGEX "[ &]${name}\\(")
-    if(found)
-      string(TOUPPER "PYKVCACHE_HAS_${name}" macro)
-      list(APPEND PYKVCACHE_HAS ${macro})
-    endif()
-  endif()
-endforeach()
+file(STRINGS "${LLAMA_CPP_SOURCE_DIR}/ggml/include/ggml-backend.h" found REGEX "[ &]ggml_backend_tensor_get_2d\\(")
+if(found)
+  list(APPEND PYKVCACHE_HAS PYKVCACHE_HAS_GGML_BACKEND_TENSOR_GET_2D)
+endif()
 
 # For another tree, first try to compile the files that include its private headers.
 if(PYKVCACHE_OWN_LLAMA_CPP AND NOT "${PYKVCACHE_FITS}" STREQUAL "${LLAMA_CPP_SOURCE_DIR} ${PYKVCACHE_PLAIN}")

@@ -230,8 +230,8 @@ def test_families_of_array_caches_share_no_module(family: str) -> None:
 def test_c_names_have_one_alias() -> None:
     """A line with ``lib.`` is C, in every file of the compiled layer."""
     text = "\n".join(p.read_text() for p in CYTHON if p.suffix != ".pxd")
-    taken = re.findall(r"^.*cimport.*lib(?:llama|probe|state).*$", text, re.MULTILINE)
-    assert taken == ["from pykvcache._native cimport libstate as lib"]
+    taken = re.findall(r"^.*cimport.*lib(?:llama|pykv).*$", text, re.MULTILINE)
+    assert taken == ["from pykvcache._native cimport libpykv as lib"]
 
 
 def test_private_headers_are_read_by_the_probe_alone() -> None:

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 NATIVE = Path(__file__).resolve().parents[1] / "src" / "pykvcache" / "_native"
-DECLARATIONS = ("libllama.pxd", "libprobe.pxd", "libsampler.pxd", "libstate.pxd")
+DECLARATIONS = ("libllama.pxd", "libpykv.pxd")
 
 CHANGING_CALL = re.compile(
     r"\bllama_(memory_\w+|decode|encode|kv_self_\w+|kv_cache_\w+|state_set_data|state_load_file"

@@ -24,7 +24,7 @@ from libcpp.memory cimport shared_ptr, unique_ptr
 from libcpp.string cimport string
 from libcpp.vector cimport vector
 
-from pykvcache._native cimport libstate as lib
+from pykvcache._native cimport libpykv as lib
 
 import _signal
 import atexit
@@ -82,7 +82,6 @@ include "rpc/rpc.pxi"
 include "context/convert.pxi"
 include "context/model.pxi"
 include "context/handle.pxi"
-include "context/reasons.pxi"
 include "context/memory.pxi"
 include "context/cells.pxi"
 include "context/kv.pxi"

@@ -1,5 +1,5 @@
 # The functions of llama.h in use, in header order, with only the struct fields that are read or written.
-# Our own headers are declared in libprobe.pxd.
+# Our own headers are declared in libpykv.pxd.
 
 from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libcpp cimport bool
@@ -28,7 +28,6 @@ cdef extern from "llama.h" nogil:
     ctypedef int llama_attention_type
     ctypedef int llama_flash_attn_type
 
-    const llama_token LLAMA_TOKEN_NULL
     const uint32_t LLAMA_SESSION_VERSION
     const uint32_t LLAMA_STATE_SEQ_VERSION
 
@@ -45,7 +44,6 @@ cdef extern from "llama.h" nogil:
         llama_token_data* data
         size_t size
         int64_t selected
-        bool sorted
 
     ctypedef bool (*llama_progress_callback)(float progress, void* user_data) noexcept
 

@@ -1,4 +1,4 @@
-// Roll a recurrent state back to one that llama.cpp kept: see rollback.h.
+// Roll a recurrent state back to one of the n_rs_seq earlier ones that llama.cpp keeps.
 //
 // A compute step over n tokens of a sequence writes the states after its last n tokens, at most n_rs_seq + 1, into
 // planes of the state's cell; plane 0 is the newest. The remaining planes are stale, but llama.cpp would go back to
@@ -11,8 +11,6 @@
 
 #include "edit.h"
 #include "probe_memory.h"
-#include "probe_private.h"
-#include "rollback.h"
 #include "transfers.h"
 
 namespace pykv {
@@ -61,12 +59,13 @@ void leave(llama_memory_recurrent & r, llama_seq_id seq, int32_t cell, int32_t t
     ++r.used;
 }
 
-}  // namespace
-
+// Number of tokens that the recurrent state of a sequence can be rolled back.
 uint32_t n_back(const memory * m, llama_seq_id seq) {
     const auto & kept = m->earlier[size_t(seq)];
     return kept.n > 0 && kept.cell == state_cell(m, seq) ? kept.n : 0;
 }
+
+}  // namespace
 
 bool can_step_back(const memory * m, llama_seq_id seq, llama_pos p0) {
     llama_pos lo, hi;

@@ -15,9 +15,7 @@
 #include "llama.h"
 #include "prefix_versions.h"
 #include "probe.h"
-#include "part_edit.h"
 #include "probe_state.h"
-#include "rollback.h"
 
 namespace pykv {
 

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "edit.h"
-#include "opened.h"
 #include "probe_private.h"
 
 namespace pykv {
@@ -19,8 +18,6 @@ PYKV_OPEN(pos, llama_kv_cells, pos, std::vector<llama_pos> llama_kv_cells::*)
 PYKV_OPEN(ext, llama_kv_cells, ext, std::vector<llama_kv_cell_ext> llama_kv_cells::*)
 PYKV_OPEN(shift, llama_kv_cells, shift, std::vector<llama_pos> llama_kv_cells::*)
 PYKV_OPEN(seq, llama_kv_cells, seq, std::vector<llama_kv_cells::seq_set_t> llama_kv_cells::*)
-PYKV_OPEN(seq_pos, llama_kv_cells, seq_pos, cell_set (llama_kv_cells::*)[LLAMA_MAX_SEQ])
-PYKV_OPEN(v_heads, llama_kv_cache, v_heads, std::vector<uint32_t> llama_kv_cache::*)
 
 }  // namespace opened
 

@@ -4,7 +4,6 @@
 
 #include "edit.h"
 #include "probe_memory.h"
-#include "probe_private.h"
 
 namespace pykv {
 

@@ -13,9 +13,7 @@
 #include "ggml-cpp.h"
 #include "edit.h"
 #include "guarded.h"
-#include "opened.h"
 #include "probe_memory.h"
-#include "probe_private.h"
 
 namespace pykv {
 

@@ -145,6 +145,11 @@ bool holds(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1);
 size_t n_held(const memory * m, llama_seq_id seq);
 // Highest position below p, or -1.
 llama_pos last_before(const memory * m, llama_seq_id seq, llama_pos p);
+// Lowest position from p on that the sequence holds, or the largest one.
+llama_pos first_from(const memory * m, llama_seq_id seq, llama_pos p);
+// Whether a recurrent state can be rolled back to before p0, with all cells that the next token sees in the other parts
+// (rollback.cpp).
+bool can_step_back(const memory * m, llama_seq_id seq, llama_pos p0);
 // First position that a query at `next` sees.
 llama_pos window_start(const memory * m, llama_pos next) noexcept;
 // Fewest tokens to which a sequence can be truncated if its window cells begin at `first`.
@@ -160,6 +165,11 @@ llama_pos cut_begin(const memory * m, llama_pos last) noexcept;
 bool window_intact(const memory * m, llama_seq_id seq, llama_pos next);
 // Whether the window cache has dropped any cell of the sequence.
 bool window_dropped(const memory * m, llama_seq_id seq);
+// Number of cells that the window cache has for a sequence, its own included, without harming other sequences: they
+// keep the cells that a rewind needs (spare_begin), and in a cache smaller than the context those they will need.
+uint32_t window_room(const memory * m, llama_seq_id seq, uint32_t n_seq_max);
+// Whether the window cache has room for n cells of a sequence after its own are removed.
+bool window_has_room(const memory * m, llama_seq_id seq, uint32_t n);
 // Whether another sequence shares a cell of this one in [p0, p1).
 bool shared(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1);
 // Whether both sequences hold the same cells.
@@ -167,6 +177,9 @@ bool same_cells(const memory * m, llama_seq_id a, llama_seq_id b);
 
 shift_problem add_check(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int64_t delta, llama_pos & where);
 shift_problem div_check(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int d, llama_pos & where);
+
+// Largest n_rs_seq up to `asked` for which llama.cpp's graph of this model has room. May throw.
+uint32_t most_kept(const llama_context * ctx, uint32_t asked);
 
 // Let the next decode, encode or update create a new scheduler, because a failed call may have left this one unusable.
 void distrust_scheduler(llama_context * ctx) noexcept;

@@ -3,7 +3,6 @@
 #include <cstring>
 
 #include "probe_memory.h"
-#include "probe_private.h"
 
 namespace pykv {
 

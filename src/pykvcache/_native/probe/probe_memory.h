@@ -21,9 +21,9 @@
 #include "llama-memory-hybrid.h"
 #include "llama-memory-recurrent.h"
 #include "llama-model.h"
-#include "probe_pin.h"
 #include "probe.h"
 #include "probe_kv.h"
+#include "probe_private.h"
 
 namespace pykv {
 

@@ -8,8 +8,6 @@
 #include "guarded.h"
 #include "probe_kv.h"
 #include "probe_memory.h"
-#include "probe_private.h"
-#include "rollback.h"
 
 namespace pykv {
 

@@ -2,7 +2,6 @@
 #include <iterator>
 
 #include "probe_memory.h"
-#include "probe_private.h"
 
 namespace pykv {
 

@@ -8,7 +8,7 @@
 
 #include "ggml-rpc.h"
 #include "guarded.h"
-#include "probe_buffers.h"
+#include "devices.h"
 
 namespace pykv {
 

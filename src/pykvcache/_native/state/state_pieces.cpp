@@ -2,7 +2,6 @@
 #include <algorithm>
 
 #include "guarded.h"
-#include "part_edit.h"
 #include "probe_memory.h"
 #include "state_cursor.h"
 #include "state_pieces.h"

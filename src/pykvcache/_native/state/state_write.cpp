@@ -6,7 +6,6 @@
 #include "guarded.h"
 #include "probe_kv.h"
 #include "probe_memory.h"
-#include "probe_private.h"
 #include "probe_state_io.h"
 #include "state_layout.h"
 

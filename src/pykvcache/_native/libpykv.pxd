@@ -1,5 +1,4 @@
-# Our C++ around llama.cpp, in the order of its headers. Together with the declarations of llama.h
-# it is ``lib``.
+# Our own headers. With the declarations of llama.h in libllama.pxd, they are ``lib`` in the other files.
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libcpp cimport bool
@@ -8,11 +7,11 @@ from libcpp.string cimport string
 from libcpp.vector cimport vector
 
 from pykvcache._native.libllama cimport *
-from pykvcache._native.libsampler cimport *
 
 
 cdef extern from "finite.h" namespace "pykv" nogil:
     int64_t first_not_finite(const float* row, size_t n, bool is_logits)
+
 
 cdef extern from "text.h" namespace "pykv" nogil:
     cppclass text_vocab:
@@ -22,8 +21,10 @@ cdef extern from "text.h" namespace "pykv" nogil:
         string problem
 
 
-cdef extern from "heap.h" namespace "pykv" nogil:
+cdef extern from "system.h" namespace "pykv" nogil:
     void trim_memory()
+    int claim_blocks(int fd, int64_t size)
+
 
 cdef extern from "guarded.h" namespace "pykv" nogil:
     const int32_t CAUGHT
@@ -92,6 +93,13 @@ cdef extern from "devices.h" namespace "pykv" nogil:
         uint64_t total
     int32_t device_list(vector[device_facts]& out)
     ggml_backend_dev_t device_named(const char* name)
+    cppclass buffer_bytes:
+        string name
+        uint64_t model
+        uint64_t context
+        uint64_t compute
+    int32_t memory_breakdown(const llama_context*, vector[buffer_bytes]& out)
+    vector[string] devices_of(const llama_model*) except +
 
 
 cdef extern from "device_link.h" namespace "pykv" nogil:
@@ -110,16 +118,6 @@ cdef extern from "transfers.h" namespace "pykv" nogil:
         uint64_t reads, writes, bytes_read, bytes_written
     transfer_counts transfers()
     void hide_host(bool hidden, bool even)
-
-
-cdef extern from "probe_buffers.h" namespace "pykv" nogil:
-    cppclass buffer_bytes:
-        string name
-        uint64_t model
-        uint64_t context
-        uint64_t compute
-    int32_t memory_breakdown(const llama_context*, vector[buffer_bytes]& out)
-    vector[string] devices_of(const llama_model*) except +
 
 
 cdef extern from "words.h" namespace "pykv" nogil:
@@ -151,7 +149,6 @@ cdef extern from "probe.h" namespace "pykv" nogil:
         SHIFT_FITS
         SHIFT_NEGATIVE
         SHIFT_OVERFLOW
-        SHIFT_COLLIDES
     ctypedef struct model_facts:
         bool learned_positions
         bool causal
@@ -212,11 +209,7 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     size_t n_held(const memory*, llama_seq_id)
     bool extent(const memory*, llama_seq_id, llama_pos& lo, llama_pos& hi)
     enum removal:
-        REMOVE_NOTHING
-        REMOVE_EMPTY
         REMOVE_WHOLE
-        REMOVE_PART
-        REMOVE_STEPS
         REMOVE_REFUSED
     llama_pos first_kept(const memory*, llama_seq_id)
     llama_pos first_of(const memory*, llama_seq_id)
@@ -236,12 +229,10 @@ cdef extern from "probe.h" namespace "pykv" nogil:
                             llama_pos& where)
     shift_problem div_check(const memory*, llama_seq_id, llama_pos p0, llama_pos p1, int d,
                             llama_pos& where)
+    bool window_has_room(const memory*, llama_seq_id, uint32_t n)
+    uint32_t most_kept(const llama_context*, uint32_t asked) except +
     void distrust_scheduler(llama_context*)
     void build_each_graph(llama_context*)
-
-
-cdef extern from "rollback.h" namespace "pykv" nogil:
-    uint32_t most_kept(const llama_context*, uint32_t asked) except +
 
 
 cdef extern from "probe_kv.h" namespace "pykv" nogil:
@@ -290,10 +281,6 @@ cdef extern from "probe_kv.h" namespace "pykv" nogil:
     int64_t block_of(int type)
 
 
-cdef extern from "disk.h" namespace "pykv" nogil:
-    int claim_blocks(int fd, int64_t size)
-
-
 cdef extern from "probe_values.h" namespace "pykv" nogil:
     float largest_value(uint64_t n, bool as_f16)
 
@@ -336,3 +323,224 @@ cdef extern from "sigint.h" namespace "pykv" nogil:
         void forget() noexcept
 
     deferred_sigint sigint
+
+
+cdef extern from "probe_state.h" namespace "pykv" nogil:
+    enum block_kind:
+        BLOCK_CELLS
+    enum state_fault:
+        STATE_FITS
+        STATE_TRUNCATED
+        STATE_TRAILING
+        STATE_DAMAGED
+        STATE_MISMATCH
+        STATE_NO_ROOM
+        STATE_POSITION
+        STATE_VALUE
+        STATE_UNKNOWN
+    ctypedef struct state_part:
+        memory_part part
+        uint32_t n_stream
+        uint32_t n_cells
+        uint32_t n_layer
+        bool extended
+        bool v_trans
+    ctypedef struct state_rows:
+        block_kind kind
+        uint32_t layer
+        int32_t type
+        uint32_t n_embd
+        uint64_t row_bytes
+        uint32_t n_head
+        uint32_t head_dim
+    ctypedef struct state_block:
+        memory_part part
+        block_kind kind
+        uint32_t stream, layer, n_cells
+        uint64_t offset, size
+    ctypedef struct state_piece:
+        const uint8_t* data
+        size_t size
+
+    ctypedef uint32_t part_set
+    const part_set NO_PARTS
+    const part_set RECURRENT_PARTS
+    const part_set PARTIAL_PARTS
+    const part_set CELL_PARTS
+    const part_set ALL_PARTS
+    vector[state_part] state_parts(const memory*, bool v_trans, part_set which) except +
+    vector[state_rows] state_rows_of(const memory*, bool v_trans, memory_part) except +
+    cdef cppclass fault:
+        string why, what
+        int64_t value, limit
+        bool counted
+    state_fault state_check(const memory*, bool v_trans, uint32_t n_seq_max, llama_seq_id, part_set which,
+                            const vector[state_piece]&, vector[state_block]& blocks, fault& found,
+                            part_set known)
+    cdef cppclass seq_state:
+        size_t size
+    seq_state* seq_state_new(const memory*, bool v_trans, llama_seq_id, llama_pos window_from)
+    seq_state* written_state_new(const memory*, llama_seq_id, bool partial)
+    seq_state* recurrent_state_new(const memory*, llama_seq_id)
+    int32_t seq_state_write(const seq_state*, uint8_t* dst, bool two)
+    uint32_t owned_alone(const memory*, llama_seq_id)
+
+
+cdef extern from "state_layout.h" namespace "pykv" nogil:
+    const uint32_t SEQ_MAGIC
+    const size_t SEQ_HEAD_BYTES
+
+
+cdef extern from "state_pieces.h" namespace "pykv" nogil:
+    cdef cppclass joined_state:
+        vector[state_piece] pieces
+    cdef cppclass cell_arrays:
+        uint32_t n
+        const int32_t* positions
+        const int32_t* ext
+        const int32_t* offsets
+        const llama_seq_id* ids
+        vector[const uint8_t*] rows
+
+    int32_t state_join(const memory*, bool v_trans, llama_seq_id, const vector[vector[cell_arrays]]&,
+                       joined_state&)
+    int32_t state_fit(const memory*, bool v_trans, llama_seq_id, uint32_t n_seq_max,
+                      const vector[state_block]&, const vector[state_piece]&, joined_state&)
+    size_t n_cell_ids(uint64_t size, uint32_t n, bool extended)
+    void read_cells(const uint8_t* at, uint32_t n, bool extended, int32_t* positions, int32_t* ext,
+                    int32_t* offsets, llama_seq_id* ids)
+
+
+cdef extern from "blocks.h" namespace "pykv" nogil:
+    cdef cppclass block_layout:
+        size_t cell_bytes
+
+    block_layout block_layout_of(const memory*, bool v_trans, memory_part) except +
+    bool block_fits(const block_layout&, const uint8_t* data, uint32_t n)
+    void block_copy(
+        const block_layout&, const uint8_t* src, size_t n_src, size_t first, size_t count,
+        uint8_t* dst, size_t n_dst, size_t at)
+    int32_t BLOCKS_WRITTEN
+    int32_t BLOCKS_VALUES
+    int32_t blocks_write(const memory*, bool v_trans, memory_part, llama_seq_id, llama_pos first, uint32_t n,
+                         uint32_t last, const vector[uint8_t*]& dst, bool two)
+    ctypedef struct block_span:
+        const uint8_t* data
+        uint32_t n, used
+    cdef cppclass block_run:
+        llama_pos first
+        vector[block_span] blocks
+    size_t n_cells(const block_run&)
+    int32_t block_join(const memory*, bool v_trans, part_set which, const block_run& attention,
+                       const block_run& window, state_piece state, joined_state&)
+
+
+cdef extern from "sequences.h" namespace "pykv" nogil:
+    const int32_t NOTHING_DONE
+    const int32_t REFUSED
+    cdef cppclass sequence_facts:
+        bool open(llama_context*, adapter_lock*)
+        int32_t adapt(adapter_set&, adapter_set& before)
+        void close()
+        const memory* cells()
+        uint64_t epoch()
+        bool is_pending()
+        bool needs_removal(llama_seq_id)
+        bool was_damaged(llama_seq_id)
+        llama_pos next_pos(llama_seq_id)
+        uint64_t input_key(llama_seq_id)
+        bool can_resume_at(llama_seq_id, llama_pos p0)
+        removal removal_of(llama_seq_id, llama_pos p0, llama_pos p1)
+        uint64_t name_version(llama_seq_id) except +
+        bool is_version(llama_seq_id, uint64_t id)
+        bool row_is_held(size_t row)
+        bool was_restored()
+        void suspect()
+        llama_pos row_pos(size_t row)
+        bool rows_are_whole(llama_seq_id)
+        void forget_rows()
+        void begin()
+        int32_t clear(bool data)
+        int32_t remove(llama_seq_id, removal what, llama_pos p0, llama_pos p1)
+        int32_t keep(llama_seq_id)
+        int32_t rewind(llama_seq_id, llama_pos last)
+        int32_t copy(llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1)
+        int32_t shift(llama_seq_id, llama_pos p0, llama_pos p1, llama_pos delta)
+        int32_t divide(llama_seq_id, llama_pos p0, llama_pos p1, int d)
+        int32_t apply_pending()
+        int64_t compact()
+        int32_t place(bool v_trans, llama_seq_id, const vector[state_block]& blocks,
+                      const vector[state_piece]&, bool two, const llama_pos* firsts)
+        int32_t replace(llama_seq_id, const vector[state_piece]&, const llama_pos* firsts)
+        int32_t put_back(llama_seq_id, const vector[state_piece]& before)
+        int32_t put_part(llama_seq_id, const vector[state_piece]&, llama_pos first, llama_pos last,
+                         uint64_t version)
+        int32_t decode(const llama_batch&, bool is_first, bool active)
+        int32_t encode(const llama_batch&)
+
+
+cdef extern from "probe_sampler.h" namespace "pykv" nogil:
+    struct grammar_fault:
+        string why
+        int64_t at
+        vector[string] rules
+
+    llama_sampler* sampler_chat_grammar(
+        const llama_vocab*, const char* grammar, const char* root, const char* prefix,
+        const vector[string]& triggers)
+    llama_sampler* sampler_clone(const llama_sampler*)
+    int32_t sampler_reset(llama_sampler*)
+    int32_t find_grammar_fault(const llama_vocab*, const char* grammar, grammar_fault& fault)
+
+
+cdef extern from "stages.h" namespace "pykv" nogil:
+    cppclass dry_words:
+        const llama_vocab* vocab
+        vector[string] breakers
+
+    ctypedef bool (*stage_call)(void* self, const llama_token* ids, float* logits, size_t n) noexcept
+
+    llama_sampler* sampler_chain()
+    llama_sampler* sampler_made(const string& name, const vector[double]& settings, const dry_words&)
+    llama_sampler* sampler_made_of_call(void* self, stage_call)
+    bool sampler_is_plain(const string& name)
+    int32_t sampler_add(llama_sampler* chain, llama_sampler* stage)
+
+
+cdef extern from "choice.h" namespace "pykv" nogil:
+    cdef enum choice_problem:
+        CHOSEN
+        CHOICE_NAN
+        CHOICE_INFINITE
+        CHOICE_TOO_LARGE
+        CHOICE_NOTHING
+
+    cdef enum choice_stage:
+        STAGE_GRAMMAR
+        STAGE_ACCEPT
+
+    cdef cppclass chooser:
+        llama_sampler* grammar
+        llama_sampler* penalties
+        llama_sampler* cuts
+        llama_sampler* choice
+        float temperature
+        bool has_call
+        bool is_narrowed_further
+        vector[llama_logit_bias] bias
+        llama_token where
+        choice_stage stage
+        llama_token_data_array found
+
+        int32_t narrow(const float* row, int32_t n, vector[llama_token_data]& list)
+        int32_t choose(const float* row, int32_t n, vector[llama_token_data]& list, llama_token& token)
+
+
+cdef extern from "choices.h" namespace "pykv" nogil:
+    cdef cppclass choices:
+        void begin(size_t n, int n_threads) except +
+        void set(size_t i, chooser* sampler, const float* row)
+        void run(int32_t n_vocab)
+        int32_t code(size_t i)
+        llama_token token(size_t i)
+        void recall(size_t i)

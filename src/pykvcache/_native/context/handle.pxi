@@ -4,7 +4,8 @@
 cdef class Handle:
     """Own a ``llama_context``.
 
-    Methods declare a ``scoped_lock`` and pass it to `lock_read` or `lock_write`. It unlocks when they return or raise.
+    Methods declare a ``scoped_lock`` and pass it to `lock_read` or `lock_write`. It unlocks when they
+    return or raise.
     """
 
     cdef lib.llama_context* ctx

@@ -7,8 +7,7 @@ No defaults, no guesses. A line with ``lib.`` calls C.
 """
 cimport cython
 from cpython.buffer cimport (
-    PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_SIMPLE, PyBUF_WRITABLE,
-    PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer,
+    PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
 )
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
@@ -17,7 +16,6 @@ from cpython.pythread cimport PyThread_get_thread_ident
 from cpython.sequence cimport PySequence_Fast_ITEMS
 from libc.math cimport INFINITY, NAN, exp, log
 from libc.stdint cimport INT32_MAX, INT32_MIN, int8_t, int32_t, int64_t, uint8_t, uint32_t, uint64_t
-from libc.stdlib cimport free, malloc
 from libc.string cimport memcmp, memcpy, memset, strlen
 from libcpp cimport bool as cbool
 from libcpp.memory cimport shared_ptr, unique_ptr

@@ -41,7 +41,7 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
 
     gguf_context* gguf_open(const char* path)
     string header_problem(const char* path, bint vocab_only)
-    bint uses_amx()
+    const bool USES_AMX
     bint multiplies_single_matrices(const char* path)
     llama_model* model_load(const char* path, llama_model_params)
     llama_context* context_new(llama_model*, llama_context_params)
@@ -489,7 +489,6 @@ cdef extern from "probe_sampler.h" namespace "pykv" nogil:
         const llama_vocab*, const char* grammar, const char* root, const char* prefix,
         const vector[string]& triggers)
     llama_sampler* sampler_clone(const llama_sampler*)
-    int32_t sampler_reset(llama_sampler*)
     int32_t find_grammar_fault(const llama_vocab*, const char* grammar, grammar_fault& fault)
 
 
@@ -532,6 +531,7 @@ cdef extern from "choice.h" namespace "pykv" nogil:
         choice_stage stage
         llama_token_data_array found
 
+        int32_t reset()
         int32_t narrow(const float* row, int32_t n, vector[llama_token_data]& list)
         int32_t choose(const float* row, int32_t n, vector[llama_token_data]& list, llama_token& token)
 

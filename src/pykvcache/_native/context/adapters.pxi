@@ -27,15 +27,10 @@ cdef class Adapter:
         with nogil:
             lib.begin_notes()
             self.it = lib.adapter_load(self.model_ref.get(), c_path, self.lock.get()[0], problem)
-        notes = _notes()
-        _drain_log()
+        why = _reason()
         if self.it == NULL:
-            if lib.caught_memory():
-                raise MemoryError(f"not enough memory to load {os.fsdecode(path)!r}")
-            why = _text(problem) or _text(lib.caught()) or notes or "llama.cpp gave no reason"
-            raise ModelLoadError.of(os.fsdecode(path), why)
-        if lib.adapter_metadata(self.it, texts) == lib.CAUGHT:
-            raise _caught_error("load_adapter")
+            raise ModelLoadError.of(os.fsdecode(path), _text(problem) or why)
+        _check(lib.adapter_metadata(self.it, texts), "load_adapter")
         self.metadata = {_text(texts[i]): _text(texts[i + 1]) for i in range(0, texts.size(), 2)}
         self.invocation = tuple(lib.adapter_invocation(self.it))
 
@@ -55,8 +50,7 @@ def control_vector(bytes path not None, int32_t n_layer, int32_t n_embd):
     with nogil:
         code = lib.control_load(c_path, n_layer, n_embd, values, problem)
     _drain_log()
-    if code == lib.CAUGHT:
-        raise _caught_error("load_control_vector")
+    _check(code, "load_control_vector")
     if not problem.empty():
         raise ModelLoadError.of(os.fsdecode(path), _text(problem))
     found = np.empty((n_layer, n_embd), np.float32)
@@ -122,12 +116,10 @@ cdef class Adapted(Decoding):
         with nogil:
             lib.begin_notes()
             code = self.seqs.adapt(wanted, self.used)
-        notes = _notes()
-        _drain_log()
+        why = _reason()
         if code == lib.NOTHING_DONE:
             raise self.fail("set_adapters")
         if code != 0:
-            why = _text(lib.caught()) or notes or "llama.cpp gave no reason"
             raise UnsupportedOperation("set_adapters", f"this context cannot compute with them: {why}")
         self.forget_outputs("the adapters changed")
         self.used = wanted

@@ -41,6 +41,22 @@ cdef class Batch(Outputs):
             self.flags[i] = every or rows.flags[i] != 0
         return 0
 
+    cdef int load_tokens(self, const int32_t* tokens, Py_ssize_t n, int32_t first, int32_t seq) except -1:
+        """Copy tokens of one sequence to positions from `first` on, and check them; the last one outputs."""
+        cdef Py_ssize_t i
+        self.make_room(n, 1)
+        memcpy(self.token.data(), tokens, n * sizeof(int32_t))
+        for i in range(n):
+            self.put_row(i, <int32_t>(first + i), seq, self.embeddings)
+        self.flags[n - 1] = 1
+        return self.check_batch(n, 1, False)
+
+    cdef void put_row(self, Py_ssize_t i, int32_t pos, int32_t seq, bint flag) noexcept:
+        self.pos[i] = pos
+        self.n_seq_id[i] = 1
+        self.seq_ids[i] = seq
+        self.flags[i] = flag
+
     cdef lib.llama_batch part(self, size_t start, int32_t n, size_t width) noexcept:
         """Return the checked arrays as a ``llama_batch``."""
         cdef lib.llama_batch batch
@@ -103,7 +119,7 @@ cdef class Batch(Outputs):
         cdef int64_t counts[MAX_SEQ]
         cdef int64_t i
         cdef int32_t s
-        if self.is_recurrent_like():
+        if self.traits.whole_only and self.traits.has_layout:  # recurrent
             if self.embeddings or self.traits.n_stream == 1 and self.causal:
                 return 0  # split by sequence, each one whole
         elif self.traits.n_stream == 1:

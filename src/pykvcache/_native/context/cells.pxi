@@ -28,8 +28,7 @@ cdef class Cells(Memory):
         cdef size_t i
         cdef lib.scoped_lock locked
         self.lock_read(locked)
-        if lib.memory_breakdown(self.ctx, found) == lib.CAUGHT:
-            raise _caught_error("memory_breakdown")
+        _check(lib.memory_breakdown(self.ctx, found), "memory_breakdown")
         parts = []
         for i in range(found.size()):
             parts.append((_text(found[i].name), found[i].model, found[i].context, found[i].compute))
@@ -78,7 +77,10 @@ cdef class Cells(Memory):
     def cells(self, part):
         """Return (stream, cell, pos, members) of the used cells of one part."""
         cdef lib.memory_part which = <lib.memory_part>self.default_part() if part is None else _part(part)
-        cdef uint32_t i = 0, n
+        cdef uint32_t i = 0, n, stream = 0, cell = 0
+        cdef int32_t pos = 0
+        cdef int32_t[::1] streams, indices, positions
+        cdef uint8_t[:, ::1] members
         cdef lib.scoped_lock locked
         self.lock_read(locked)
         n = lib.n_used(self.mem, which)
@@ -86,23 +88,14 @@ cdef class Cells(Memory):
         indices = np.empty(n, np.int32)
         positions = np.empty(n, np.int32)
         members = np.zeros((n, self.n_seq_max), np.uint8)
-        if n:
-            i = self.fill_cells(which, n, streams, indices, positions, members)
-        return streams[:i], indices[:i], positions[:i], members[:i].view(np.bool_)
-
-    cdef uint32_t fill_cells(
-            self, lib.memory_part which, uint32_t n, int32_t[::1] streams, int32_t[::1] indices,
-            int32_t[::1] positions, uint8_t[:, ::1] members) except? 0:
-        cdef uint32_t i = 0, stream = 0, cell = 0
-        cdef int32_t pos = 0
-        while i < n and lib.next_cell(
-                self.mem, which, self.n_seq_max, stream, cell, pos, &members[i, 0]):
+        while i < n and lib.next_cell(self.mem, which, self.n_seq_max, stream, cell, pos, &members[i, 0]):
             streams[i] = stream
             indices[i] = cell
             positions[i] = pos
             i += 1
             cell += 1
-        return i
+        return (np.asarray(streams)[:i], np.asarray(indices)[:i], np.asarray(positions)[:i],
+                np.asarray(members)[:i].view(np.bool_))
 
     def sequences(self):
         """Return {seq_id: (lowest, highest, number of cells)} of non-empty sequences."""

@@ -156,6 +156,16 @@ int32_t chooser::narrowed(const float * row, int32_t n, candidate_list & list, b
     return CHOSEN;
 }
 
+int32_t chooser::reset() noexcept {
+    return guarded_void([&] {
+        for (llama_sampler * stages : {grammar, penalties, cuts, choice}) {
+            if (stages) {
+                llama_sampler_reset(stages);
+            }
+        }
+    });
+}
+
 int32_t chooser::narrow(const float * row, int32_t n, candidate_list & list) noexcept {
     int32_t problem = CHOSEN;
     const int32_t code = guarded_void([&] { problem = narrowed(row, n, list, grammar != nullptr); });

@@ -51,6 +51,8 @@ class chooser {
     int32_t narrow(const float * row, int32_t n, candidate_list & list) noexcept;
     // Choose a token, and let grammar and penalties accept it.
     int32_t choose(const float * row, int32_t n, candidate_list & list, llama_token & token) noexcept;
+    // Forget accepted tokens, and restart random numbers.
+    int32_t reset() noexcept;
     // Estimated cost, in logits that a greedy choice reads in the same time (0.3 to 0.6 ns each).
     size_t cost(int32_t n) const noexcept { return is_greedy() ? size_t(n) : 16384 + 4 * size_t(n); }
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdio>
 
 #include "team.h"
 
@@ -26,7 +25,7 @@ void choices::choose(one & each, int32_t n_vocab, chooser::candidate_list & list
     each.code = each.sampler->choose(each.row, n_vocab, list, each.token);
     if (each.code == CAUGHT) {
         // caught() is thread-local and lasts until the next call.
-        std::snprintf(each.why, sizeof each.why, "%s", caught().c_str());
+        each.why = caught();
         each.no_memory = caught_memory();
     }
 }
@@ -36,7 +35,7 @@ void choices::recall(size_t i) const noexcept {
     if (lost) {
         note_lost(*lost);
     } else {
-        note_caught(all[i].why, all[i].no_memory);
+        note_caught(all[i].why.c_str(), all[i].no_memory);
     }
 }
 

@@ -28,7 +28,7 @@ class choices {
         int32_t       code = 0;
         llama_token   token = 0;
         bool          no_memory = false;
-        char          why[232] = {};
+        std::string   why;
     };
     bool have_own_samplers() noexcept;
     void choose(one & each, int32_t n_vocab, chooser::candidate_list & list) noexcept;

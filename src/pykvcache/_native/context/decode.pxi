@@ -23,28 +23,13 @@ cdef class Decoding(Batch):
         return self.append_tokens(values, seq_id, want_row)
 
     cdef object append_tokens(self, vector[int32_t]& tokens, object seq_id, bint want_row):
-        cdef Py_ssize_t i, n = <Py_ssize_t>tokens.size()
+        cdef Py_ssize_t n = <Py_ssize_t>tokens.size()
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
-        cdef int64_t first
         cdef lib.scoped_lock locked
         self.lock_write(locked)
         if n == 0:
             raise InvalidBatch("there is no token to decode")
-        self.make_room(n, 1)
-        self.check_seq_for_decode(seq)
-        first = self.seqs.next_pos(seq)
-        self.check_span(first, n)
-        for i in range(n):
-            self.token[i] = tokens[i]
-            if self.token[i] < 0 or self.token[i] >= self.n_vocab:
-                raise InvalidBatch(
-                    f"token {self.token[i]} (at {i}) is outside [0, {self.n_vocab})",
-                    index=i, value=self.token[i], limit=self.n_vocab - 1)
-            self.pos[i] = <int32_t>(first + i)
-            self.n_seq_id[i] = 1
-            self.seq_ids[i] = seq
-            self.flags[i] = self.embeddings
-        self.flags[n - 1] = 1
+        self.load_tokens(tokens.data(), n, self.seqs.next_pos(seq), seq)
         self.run_parts(n, 1)
         # Read under the same lock: another thread may decode right after.
         return self.logit_row(-1, True, <int32_t>n) if want_row else None
@@ -64,6 +49,7 @@ cdef class Decoding(Batch):
         """Decode the checked arrays in as few calls as possible; `active`: with the activated adapter."""
         cdef int64_t limit = self.part_limit(n, width), start = 0
         cdef int32_t size, code
+        cdef bint is_first
         cdef lib.llama_batch batch
         self.check_room(n, width)
         self.forget_outputs("the last decode failed")
@@ -75,11 +61,16 @@ cdef class Decoding(Batch):
             while start < n:
                 size = self.part_size(start, min(limit, n - start), width)
                 batch = self.part(start, size, width)
-                code = self.run_decode(batch, start == 0, active)
+                is_first = start == 0
+                with nogil:
+                    code = self.seqs.decode(batch, is_first, active)
+                if code == lib.NOTHING_DONE:
+                    raise _caught_error("decode")
                 if code == 2:
                     _handle_sigint()
                 if code != 0:
                     self.decode_failed(code, batch, start)
+                self.tokens_evaluated += size
                 self.note_outputs(batch, <int32_t>start, start + size < n)
                 start += size
                 if start < n:
@@ -146,16 +137,6 @@ cdef class Decoding(Batch):
                 f"the decode was aborted; {start} tokens of this call were decoded before and stay", 2,
                 n_decoded=start)
         return 0
-
-    cdef int32_t run_decode(self, lib.llama_batch batch, bint is_first, bint active) except? -1:
-        cdef int32_t code
-        with nogil:
-            code = self.seqs.decode(batch, is_first, active)
-        if code == lib.NOTHING_DONE:
-            raise _caught_error("decode")
-        if code == 0:
-            self.tokens_evaluated += batch.n_tokens
-        return code
 
     cdef int decode_failed(self, int32_t code, lib.llama_batch batch, int64_t done_so_far) except -1:
         """Raise the exception of a non-zero code, with what is left in the sequences."""

@@ -13,8 +13,7 @@ def device_facts():
     cdef int32_t code
     with nogil:
         code = lib.device_list(found)
-    if code == lib.CAUGHT:
-        raise _caught_error("devices")
+    _check(code, "devices")
     facts = []
     for i in range(found.size()):
         names = _text(found[i].name), found[i].kind, _text(found[i].backend), _text(found[i].description)

@@ -58,11 +58,9 @@ cdef class Handle:
             ctx = lib.context_new(self.model_ref.get(), p)
             self.model_adapters.get().unlock_shared()
         self.ctx = ctx
-        notes = _notes()
-        _drain_log()
+        why = _reason()
         _check_lost(self.links, "create")
         if ctx == NULL:
-            why = _text(lib.caught()) or notes or "llama.cpp gave no reason"
             raise ContextCreateError(f"cannot create a context: {why}")
         # Reads RoPE factors, which may be in device memory.
         with nogil:

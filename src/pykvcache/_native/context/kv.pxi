@@ -226,10 +226,7 @@ cdef class Arrays(Cells):
         if self.traits.kind == lib.MEMORY_OTHER or self.traits.picks_blocks:
             raise UnsupportedOperation(
                 "kv", f"the layout of {_text(self.traits.name)} is not known here")
-        if self.seqs.needs_removal(seq):
-            raise UnsupportedOperation(
-                "kv", f"sequence {seq} holds the rest of an aborted decode: remove all of it", "sequence")
-        return 0
+        return self.need_whole("kv", seq)
 
     cdef list layers_of(
             self, lib.memory_part part, int32_t seq, vector[lib.live_cell]& cells, bint copy):
@@ -278,8 +275,7 @@ cdef class Arrays(Cells):
             view = rows
             with nogil:
                 code = lib.read_rows(self.mem, part, il, which, seq, cells, &view[0])
-            if code == lib.CAUGHT:
-                raise _caught_error("kv")
+            _check(code, "kv")
         if not t.transposed:
             return rows.reshape(n, t.n_head, head)
         rows = rows.view(f"V{t.cell_stride}").reshape(t.n_head, t.head_dim, n).transpose(2, 0, 1)

@@ -151,18 +151,16 @@ cdef class Tokens:
         self.frozen = None
 
     cdef int reserve(self, Py_ssize_t n) except -1:
-        cdef Py_buffer view
+        cdef int32_t* data
         if n <= self.room:
             return 0
         n = max(16, n, 2 * self.room)
         grown = _empty(n, _INT32)
-        PyObject_GetBuffer(grown, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
+        data = <int32_t*>_address(grown)
         if self.n:
-            memcpy(view.buf, self.data, self.n * sizeof(int32_t))
-        # Views keep the old array alive, and it is never resized.
-        self.data = <int32_t*>view.buf
-        PyBuffer_Release(&view)
-        self.array = grown
+            memcpy(data, self.data, self.n * sizeof(int32_t))
+        self.data = data
+        self.array = grown  # views keep the old one
         self.room = n
         return 0
 

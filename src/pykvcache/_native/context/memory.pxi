@@ -59,13 +59,16 @@ cdef class Memory(Handle):
         self.check_open()
         return self.traits.shift == lib.SHIFT_OK
 
-    cdef bint is_recurrent_like(self) noexcept:
-        return (self.traits.kind == lib.MEMORY_RECURRENT or self.traits.kind == lib.MEMORY_HYBRID
-                or self.traits.kind == lib.MEMORY_HYBRID_SLIDING_WINDOW)
-
     cdef int need_memory(self, str operation) except -1:
         if self.traits.kind == lib.MEMORY_NONE:
             raise UnsupportedOperation(operation, "this model keeps no memory")
+        return 0
+
+    cdef int need_whole(self, str operation, int32_t seq) except -1:
+        if self.seqs.needs_removal(seq):
+            raise UnsupportedOperation(
+                operation, f"sequence {seq} holds the rest of an aborted decode: remove all of it",
+                "sequence")
         return 0
 
     cdef int raise_caught(self, int32_t code, str where) except -1:
@@ -168,10 +171,7 @@ cdef class Memory(Handle):
         whole = a <= lo and b > hi
         if not whole:
             self.check_partial_copy(operation, s, a, b)
-        if self.seqs.needs_removal(s):
-            raise UnsupportedOperation(
-                operation, f"sequence {s} holds the rest of an aborted decode: remove all of it",
-                "sequence")
+        self.need_whole(operation, s)
         if whole:
             a, b = 0, INT32_MAX
         self.raise_refused(self.seqs.copy(s, d, a, b), d, "seq_cp")
@@ -181,12 +181,9 @@ cdef class Memory(Handle):
 
     def copy_cache(self, src, dst, size):
         """Replace dst by the positions below `size` of src."""
-        _seq(src, self.n_seq_max)
-        _seq(dst, self.n_seq_max)
         if size is None:
             raise TypeError("size must be an integer, not None: copy_kv_cache_seq copies all")
-        _p1(size, "size")
-        self.seq_cp(src, dst, 0, size, "copy_cache")
+        self.seq_cp(src, dst, 0, _p1(size, "size"), "copy_cache")
 
     cdef bint selects(self, int32_t seq, int32_t a, int32_t b, int32_t lo, int32_t hi) noexcept:
         """Return whether a sequence of positions lo to hi has any in ``[a, b)``."""
@@ -281,10 +278,7 @@ cdef class Memory(Handle):
                     operation, f"{self.memory_kind} memory moves whole sequences only", "memory")
             a[0] = 0
             b[0] = INT32_MAX
-        if self.seqs.needs_removal(seq):
-            raise UnsupportedOperation(
-                operation, f"sequence {seq} holds the rest of an aborted decode: remove all of it",
-                "sequence")
+        self.need_whole(operation, seq)
         if lib.shared(self.mem, seq, a[0], b[0]):
             raise UnsupportedOperation(
                 operation, f"sequence {seq} shares cells with another sequence, which would move too: "

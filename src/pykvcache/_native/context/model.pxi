@@ -92,11 +92,10 @@ cdef class Model:
         _sync_log()
         with nogil:
             problem = lib.header_problem(c_path, p.vocab_only)
-            if p.use_extra_bufts and lib.uses_amx():
+            if p.use_extra_bufts and lib.USES_AMX:
                 p.use_extra_bufts = lib.multiplies_single_matrices(c_path)
         if not problem.empty():
-            why = _text(problem)
-            raise ModelLoadError.of(os.fsdecode(path), why)
+            raise ModelLoadError.of(os.fsdecode(path), _text(problem))
         with nogil:
             lib.loads.begin()
             lib.begin_notes()
@@ -105,22 +104,17 @@ cdef class Model:
         if model != NULL:
             self.ref = own_model_on(model, servers)
             self.links = rpc_links_of(model)
-        notes = _notes()
-        _drain_log()
+        why = _reason()
         if box[1] is not None:
             raise box[1]
         _check_lost(self.links, "load")
         if model == NULL:
             for server in params["servers"]:
                 (<Server>server).check("load")
-            if lib.caught_memory():
-                raise MemoryError(f"not enough memory to load {os.fsdecode(path)!r}")
-            why = _text(lib.caught()) or notes or "llama.cpp gave no reason"
             if box[2]:
                 why = "cancelled by the progress callback"
             raise ModelLoadError.of(os.fsdecode(path), why)
-        if lib.read_vocab(lib.llama_model_get_vocab(model), self.texts) == lib.CAUGHT:
-            raise _caught_error("load")
+        _check(lib.read_vocab(lib.llama_model_get_vocab(model), self.texts), "load")
         self.vocab_only = p.vocab_only
         self.read_facts()
         if self.n_layer == 0 and not self.vocab_only:
@@ -251,8 +245,7 @@ cdef class Model:
         with nogil:
             code = lib.tokenize(self.texts, c_text, size, add_special, parse_special, out)
         _drain_log()
-        if code == lib.CAUGHT:
-            raise _caught_error("tokenize")
+        _check(code, "tokenize")
         if not out.problem.empty():
             raise UnsupportedOperation("tokenize", _text(out.problem))
         return _tokens(out.tokens)
@@ -261,8 +254,9 @@ cdef class Model:
         """Call ``llama_tokenize`` on a whole text; for tests."""
         cdef vector[lib.llama_token] out
         self.check_text(text)
-        if lib.tokenize_whole(self.vocab, text, len(text), add_special, parse_special, out) == lib.CAUGHT:
-            raise _caught_error("tokenize_whole")
+        _check(
+            lib.tokenize_whole(self.vocab, text, len(text), add_special, parse_special, out),
+            "tokenize_whole")
         return _tokens(out)
 
     cdef int check_text(self, bytes text) except -1:
@@ -294,8 +288,7 @@ cdef class Model:
         with nogil:
             code = lib.detokenize(self.vocab, copy, remove_special, unparse_special, limit, out)
         _drain_log()
-        if code == lib.CAUGHT:
-            raise _caught_error("detokenize")
+        _check(code, "detokenize")
         if not code:
             raise ArgumentError(
                 f"the text of {n} tokens is too long: the limit is {limit} bytes",

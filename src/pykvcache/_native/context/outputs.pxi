@@ -48,14 +48,11 @@ cdef class Outputs(Partials):
         return 0
 
     cdef object copy_row(self, const float* row, int32_t n):
-        cdef Py_buffer view
         if row == NULL:
             _check_lost(self.links, "logits")
             return None
         result = _empty(n, _FLOAT32)
-        PyObject_GetBuffer(result, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
-        memcpy(view.buf, row, n * sizeof(float))
-        PyBuffer_Release(&view)
+        memcpy(_address(result), row, n * sizeof(float))
         return result
 
     cdef inline int check_finite(

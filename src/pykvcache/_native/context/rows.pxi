@@ -8,12 +8,21 @@ cdef object _empty = np.empty
 cdef object _INT32 = np.dtype(np.int32)
 cdef object _INT64 = np.int64
 cdef object _INT8 = np.dtype(np.int8)
+cdef object _UINT8 = np.dtype(np.uint8)
 cdef object _FLOAT32 = np.dtype(np.float32)
 cdef object _int32_scalar = np.int32
 
 # llama.cpp's arrays, and one flag.
 cdef enum:
     ROW_BYTES = 3 * sizeof(int32_t) + 1
+
+
+cdef void* _address(object array) except? NULL:
+    """Return where an array's memory is; it stays there while the array exists."""
+    cdef Py_buffer view
+    PyObject_GetBuffer(array, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
+    PyBuffer_Release(&view)
+    return view.buf
 
 
 cdef bint _borrow(object values, Py_buffer* view) except -1:
@@ -83,25 +92,12 @@ cdef bint _plain_int(object value, int32_t* out) except -1:
     return True
 
 
-cdef class Block:
-    """Memory that lives as long as its views, which are read-only."""
-
-    cdef char* data
-    cdef Py_ssize_t size
-
-    def __dealloc__(self):
-        free(self.data)
-
-    def __getbuffer__(self, Py_buffer* view, int flags):
-        PyBuffer_FillInfo(view, self, self.data, self.size, 1, flags)
-
-
 @cython.final
 cdef class Rows:
     """The columns of a batch in one block of memory."""
 
     cdef Py_ssize_t n, room, width
-    cdef Block block
+    cdef object block  # memory of the columns, read-only to the outside
     cdef int32_t* tokens
     cdef int32_t* positions
     cdef int32_t* counts
@@ -125,28 +121,24 @@ cdef class Rows:
 
     cdef int move(self, Py_ssize_t room, Py_ssize_t width) except -1:
         """Move the rows to a new block; views keep the old one."""
-        cdef Block block = Block.__new__(Block)
-        cdef int32_t* seq_ids
+        block = _empty(room * (ROW_BYTES + <Py_ssize_t>sizeof(int32_t) * width), _UINT8)
         cdef Py_ssize_t i, old = self.width
-        block.size = room * (ROW_BYTES + <Py_ssize_t>sizeof(int32_t) * width)
-        block.data = <char*>malloc(max(block.size, 1))
-        if block.data == NULL:
-            raise MemoryError(f"no memory for a batch of {room} tokens")
-        seq_ids = <int32_t*>block.data + 3 * room
+        cdef int32_t* tokens = <int32_t*>_address(block)
+        cdef int32_t* seq_ids = tokens + 3 * room
         if self.n:
-            memcpy(block.data, self.tokens, self.n * sizeof(int32_t))
-            memcpy(<int32_t*>block.data + room, self.positions, self.n * sizeof(int32_t))
-            memcpy(<int32_t*>block.data + 2 * room, self.counts, self.n * sizeof(int32_t))
+            memcpy(tokens, self.tokens, self.n * sizeof(int32_t))
+            memcpy(tokens + room, self.positions, self.n * sizeof(int32_t))
+            memcpy(tokens + 2 * room, self.counts, self.n * sizeof(int32_t))
             memcpy(seq_ids + room * width, self.flags, self.n)
             for i in range(self.n):
                 memcpy(seq_ids + i * width, self.seq_ids + i * old, old * sizeof(int32_t))
                 memset(seq_ids + i * width + old, 0, (width - old) * sizeof(int32_t))
-        self.tokens = <int32_t*>block.data
-        self.positions = self.tokens + room
+        self.tokens = tokens
+        self.positions = tokens + room
         self.counts = self.positions + room
         self.seq_ids = seq_ids
         self.flags = <int8_t*>(seq_ids + room * width)
-        self.block = block
+        self.block = memoryview(block).toreadonly()
         self.room = room
         self.width = width
         return 0
@@ -289,7 +281,7 @@ cdef class Rows:
             nothing = np.empty(0, dtype)
             nothing.flags.writeable = False
             return nothing
-        return np.frombuffer(self.block, dtype, n, <const char*>data - self.block.data)
+        return np.frombuffer(self.block, dtype, n, <const char*>data - <const char*>self.tokens)
 
     @property
     def token(self):
@@ -321,9 +313,9 @@ def _rows_of(Py_ssize_t n, Py_ssize_t width, bytes data not None):
     """Restore pickled rows."""
     cdef Rows rows = Rows(n, width)
     cdef const char* at = data
-    if len(data) != rows.block.size:
+    if len(data) != n * (ROW_BYTES + <Py_ssize_t>sizeof(int32_t) * width):
         raise ArgumentError("these are not the rows of a batch")
     # Without spare room the columns are contiguous, as pickled.
-    memcpy(rows.block.data, at, len(data))
+    memcpy(rows.tokens, at, len(data))
     rows.n = n
     return rows

@@ -134,8 +134,7 @@ cdef class Sampler:
             else:
                 if self.it.cuts == NULL:
                     self.it.cuts = _made(lib.sampler_chain())
-                if lib.sampler_add(self.it.cuts, one) == lib.CAUGHT:
-                    raise _caught_error("Sampler")
+                _check(lib.sampler_add(self.it.cuts, one), "Sampler")
                 if is_call or not lib.sampler_is_plain(stage.encode()):
                     self.it.is_narrowed_further = True
             self.stages.push_back(one)
@@ -176,8 +175,7 @@ cdef class Sampler:
             raise UnsupportedOperation("Sampler", "a grammar needs a vocabulary, and the model has none")
         self.model_ref = self.model.share()
         self.check_pieces()
-        if lib.find_grammar_fault(self.model.vocab, text, fault) == lib.CAUGHT:
-            raise _caught_error("grammar")
+        _check(lib.find_grammar_fault(self.model.vocab, text, fault), "grammar")
         if fault.why.empty():
             lib.begin_notes()
             if begin is None:
@@ -190,8 +188,6 @@ cdef class Sampler:
             _drain_log()
             if self.it.grammar != NULL:
                 return 0
-            if lib.caught_memory():
-                raise _caught_error("grammar")
             why = _text(lib.caught()) or notes
             if "left recursion" in why:
                 name = _text(fault.rules.at(<size_t>int(why.rpartition(" ")[2])))
@@ -213,11 +209,7 @@ cdef class Sampler:
     def reset(self):
         """Forget accepted tokens; restart the seed and the grammar."""
         self.check_unused()
-        if (lib.sampler_reset(self.it.grammar) == lib.CAUGHT
-                or lib.sampler_reset(self.it.penalties) == lib.CAUGHT
-                or (self.it.cuts != NULL and lib.sampler_reset(self.it.cuts) == lib.CAUGHT)
-                or lib.sampler_reset(self.it.choice) == lib.CAUGHT):
-            raise _caught_error("reset")
+        _check(self.it.reset(), "reset")
 
     def clone(self, dict params not None, list stages not None, bint restarts):
         """Return a copy with its history and grammar state; with `restarts`, random numbers begin anew."""
@@ -238,8 +230,6 @@ cdef class Sampler:
             ahead = _copied(self.it.grammar)
             if lib.sampler_accept(ahead, t) == lib.CAUGHT:
                 lib.llama_sampler_free(ahead)
-                if lib.caught_memory():
-                    raise _caught_error("accept")
                 raise ArgumentError(f"the grammar does not allow token {t} here", what="token", value=t)
         if ((self.it.penalties != NULL and lib.sampler_accept(self.it.penalties, t) == lib.CAUGHT)
                 or (self.it.is_narrowed_further and lib.sampler_accept(self.it.cuts, t) == lib.CAUGHT)):
@@ -280,8 +270,7 @@ cdef class Sampler:
             raise self.problem(code, ctx is None)
         found = self.it.found
         if self.params["temperature"] == 0:
-            if lib.sampler_apply(self.it.choice, &found) == lib.CAUGHT:
-                raise _caught_error("logprobs")
+            _check(lib.sampler_apply(self.it.choice, &found), "logprobs")
             out[found.data[found.selected].id] = 0
             return result
         largest = found.data[0].logit

@@ -13,7 +13,7 @@ cdef class Context(Adapted):
         updated to what the memory holds. The tokens are all before an activation, or all after it.
         """
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
-        cdef Py_ssize_t i, begin = ledger.n_evaluated, n = end - begin
+        cdef Py_ssize_t begin = ledger.n_evaluated, n = end - begin
         if begin < 0 or n < 1 or end > ledger.n:
             raise ArgumentError(
                 f"no tokens [{begin}, {end}) are pending of {ledger.n}",
@@ -23,12 +23,7 @@ cdef class Context(Adapted):
         if not self.is_as_noted(ledger, seq):
             return False, None
         try:
-            self.make_room(n, 1)
-            memcpy(self.token.data(), ledger.data + begin, n * sizeof(int32_t))
-            for i in range(n):
-                self.put_row(i, <int32_t>(begin + i), seq, self.embeddings)
-            self.flags[n - 1] = 1
-            self.check_batch(n, 1, False)
+            self.load_tokens(ledger.data + begin, n, <int32_t>begin, seq)
             self.run_parts(n, 1, ledger.next_is_active())
             self.note_held(ledger, seq, end)
             return True, self.logit_row(-1, True, <int32_t>n) if want_row else None
@@ -142,12 +137,6 @@ cdef class Context(Adapted):
         for ledger, seq_id, _, _ in shares:
             self.note_left(ledger, seq_id)
         return 0
-
-    cdef void put_row(self, Py_ssize_t i, int32_t pos, int32_t seq, bint flag) noexcept:
-        self.pos[i] = pos
-        self.n_seq_id[i] = 1
-        self.seq_ids[i] = seq
-        self.flags[i] = flag
 
     cdef bint is_as_noted(self, Tokens ledger, int32_t seq) noexcept:
         """Return whether a sequence holds exactly its noted tokens and can continue."""

@@ -93,22 +93,14 @@ bool caught_memory() noexcept { return caught_bad_alloc; }
 const std::string & caught_endpoint() noexcept { return caught_where; }
 
 void note_caught(const char * what, bool memory) {
-    try {
-        caught_text = what;
-    } catch (...) {
-    }
+    caught_text = what;
     caught_bad_alloc = memory;
     guard.caught = true;
 }
 
 void note_lost(const device_link & link) noexcept {
-    try {
-        caught_where = link.endpoint;
-        caught_text  = link.why();
-    } catch (...) {
-    }
-    caught_bad_alloc = false;
-    guard.caught     = true;
+    note_caught(link.why().c_str(), false);
+    caught_where = link.endpoint;
 }
 
 void forget_caught() {

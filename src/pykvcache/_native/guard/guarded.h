@@ -100,9 +100,13 @@ template <class F> int32_t guarded_void(F && call) noexcept {
 
 // Why a GGUF must not be loaded, beyond llama.cpp's own checks; "" if it may.
 std::string header_problem(const char * path, bool vocab_only) noexcept;
-// Whether this build has ggml's AMX code, and whether it is correct for a model: it supports only products of one
-// matrix of weights and one of activations.
-bool uses_amx();
+// Whether this build has ggml's AMX code.
+#ifdef PYKVCACHE_AMX
+constexpr bool USES_AMX = true;
+#else
+constexpr bool USES_AMX = false;
+#endif
+// Whether that code is correct for a model: it supports only products of one matrix of weights and one of activations.
 bool multiplies_single_matrices(const char * path) noexcept;
 inline llama_model * model_load(const char * path, llama_model_params params) noexcept {
     return guarded<llama_model *>(nullptr, [&] { return llama_model_load_from_file(path, params); });
@@ -112,10 +116,6 @@ inline gguf_context * gguf_open(const char * path) noexcept {
 }
 inline int32_t model_free(llama_model * model) noexcept {
     return guarded_void([&] { llama_model_free(model); });
-}
-// Shared with contexts; freed with the last of them.
-inline std::shared_ptr<llama_model> own_model(llama_model * model) {
-    return std::shared_ptr<llama_model>(model, [](llama_model * last) { model_free(last); });
 }
 inline llama_context * context_new(llama_model * model, llama_context_params params) noexcept {
     return guarded<llama_context *>(nullptr, [&] { return llama_init_from_model(model, params); });

@@ -107,12 +107,4 @@ bool multiplies_single_matrices(const char * path) noexcept {
     });
 }
 
-bool uses_amx() {
-#ifdef PYKVCACHE_AMX
-    return true;
-#else
-    return false;
-#endif
-}
-
 }  // namespace pykv

@@ -1,14 +1,4 @@
-# Interpreter checks, logging, errors caught in C++, fork.
-
-cdef extern from "Python.h":
-    ctypedef struct PyInterpreterState:
-        pass
-    PyInterpreterState* PyInterpreterState_Get()
-    PyInterpreterState* PyInterpreterState_Main()
-
-# Hooks, log and exit handling belong to one interpreter. __init__.py checks first.
-if PyInterpreterState_Get() != PyInterpreterState_Main():
-    raise ImportError("pykvcache cannot be used in a subinterpreter")
+# Logging, errors caught in C++, fork.
 
 # A free-threaded interpreter enables the GIL for this module, unless told not to.
 if not getattr(sys, "_is_gil_enabled", lambda: True)():
@@ -100,6 +90,20 @@ cdef str _notes():
         if line.strip():
             lines[line.strip()] = None
     return "; ".join(lines)
+
+
+cdef str _reason():
+    """Return why this thread's call failed, from its exception or what llama.cpp logged; pass the log on."""
+    text = _text(lib.caught()) or _notes() or "llama.cpp gave no reason"
+    _drain_log()
+    return text
+
+
+cdef int _check(int32_t code, str where) except -1:
+    """Raise what a guarded call caught."""
+    if code == lib.CAUGHT:
+        raise _caught_error(where)
+    return 0
 
 
 cdef object _caught_error(str where):

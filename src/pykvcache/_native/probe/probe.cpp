@@ -1,14 +1,8 @@
 // Classifies a context's memory, and applies pending updates.
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <memory>
 #include <set>
-#include <typeinfo>
-
-#ifdef __GNUG__
-#include <cxxabi.h>
-#endif
 
 #include "ggml-cpp.h"
 #include "edit.h"
@@ -114,18 +108,6 @@ no_shift find_no_shift(const llama_context * ctx, memory & m) {
     return SHIFT_OK;
 }
 
-std::string readable(const char * mangled) {
-#ifdef __GNUG__
-    int status = 0;
-    char * text = abi::__cxa_demangle(mangled, nullptr, nullptr, &status);
-    std::string result = status == 0 ? text : mangled;
-    std::free(text);
-    return result;
-#else
-    return mangled;
-#endif
-}
-
 // The cells that define a sequence; indexes and compressed copies follow them.
 void find_caches(memory & m) {
     const auto find_dsa = [&m](llama_kv_cache_dsa * dsa) {
@@ -134,20 +116,25 @@ void find_caches(memory & m) {
         m.index_hparams = &(dsa->*member(opened::dsa_index()));
     };
     if (auto * dsa = dynamic_cast<llama_kv_cache_dsa *>(m.mem)) {
+        m.name = "llama_kv_cache_dsa";
         find_dsa(dsa);
     } else if (auto * dsa_iswa = dynamic_cast<llama_kv_cache_dsa_iswa *>(m.mem)) {
+        m.name = "llama_kv_cache_dsa_iswa";
         find_dsa(dsa_iswa->get_dsa());
         m.swa = dsa_iswa->get_swa();
     } else if (auto * msa = dynamic_cast<llama_kv_cache_msa *>(m.mem)) {
+        m.name = "llama_kv_cache_msa";
         m.base = msa->get_base();
         m.index = msa->get_idx();
         m.index_hparams = &(msa->*member(opened::msa_index()));
     } else if (auto * dsv4 = dynamic_cast<llama_kv_cache_dsv4 *>(m.mem)) {
+        m.name = "llama_kv_cache_dsv4";
         m.keys_only = true;
         m.base = dsv4->get_raw()->get_base();
         m.swa = dsv4->get_raw()->get_swa();
         m.has_layout = false;
     } else {
+        m.name = "an unknown class";
         m.has_layout = false;
     }
 }
@@ -188,7 +175,6 @@ void classify(memory & m) {
         m.recurrent = hybrid_iswa->get_mem_recr();
     } else {
         m.kind = MEMORY_OTHER;
-        m.name = readable(typeid(*m.mem).name());
         m.bounded = true;
         find_caches(m);
     }

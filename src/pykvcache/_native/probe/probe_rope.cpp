@@ -271,8 +271,6 @@ uint32_t most_kept(const llama_context * ctx, uint32_t asked) {
         try {
             const unsplit_graph graph(ctx, n, n + 1);
             return true;
-        } catch (const std::bad_alloc &) {
-            throw;
         } catch (...) {
             return false;
         }

@@ -189,10 +189,6 @@ llama_sampler * sampler_clone(const llama_sampler * sampler) noexcept {
     return guarded<llama_sampler *>(nullptr, [&] { return llama_sampler_clone(sampler); });
 }
 
-int32_t sampler_reset(llama_sampler * sampler) noexcept {
-    return guarded_void([&] { llama_sampler_reset(sampler); });
-}
-
 int32_t find_grammar_fault(const llama_vocab * vocab, const char * grammar, grammar_fault & fault) noexcept {
     return guarded_void([&] {
         const std::string    text(grammar);
@@ -203,8 +199,6 @@ int32_t find_grammar_fault(const llama_vocab * vocab, const char * grammar, gram
             fault.at = pos - begin;
             try {
                 pos = parser.parse_rule(pos);
-            } catch (const std::bad_alloc &) {
-                throw;
             } catch (const std::exception & error) {
                 fault.why = error.what();
                 locate(text, fault);

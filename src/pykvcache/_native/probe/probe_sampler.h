@@ -15,7 +15,6 @@ llama_sampler * sampler_chat_grammar(const llama_vocab * vocab, const char * gra
                                      const std::vector<std::string> & triggers) noexcept;
 // Copies a sampler with its history; null for null or on error.
 llama_sampler * sampler_clone(const llama_sampler * sampler) noexcept;
-int32_t sampler_reset(llama_sampler * sampler) noexcept;
 
 struct grammar_fault {
     std::string why;  // "" if it can be parsed

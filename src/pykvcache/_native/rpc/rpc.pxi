@@ -50,8 +50,7 @@ cdef class Server:
 
 
 cdef int _check_rpc(int32_t code, str what) except -1:
-    if code == lib.CAUGHT:
-        raise _caught_error(what)
+    _check(code, what)
     if code == RPC_NO_BUILD:
         raise UnsupportedOperation(
             what, "this build has no RPC: GGML_RPC=ON builds it, on Linux and macOS", "build")

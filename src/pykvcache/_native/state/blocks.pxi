@@ -169,8 +169,7 @@ cdef class Blocks(State):
         given.resize(layout.size())
         for i in range(layout.size()):
             self.take_arrays(layout[i], parts[i], seq < 0, given[i], pieces)
-        if lib.state_join(self.mem, self.v_trans(), seq, given, joined) == lib.CAUGHT:
-            raise _caught_error("set_state")
+        _check(lib.state_join(self.mem, self.v_trans(), seq, given, joined), "set_state")
         pieces.pieces.swap(joined.pieces)
         self.set_pieces(seq, pieces, firsts)
 
@@ -286,8 +285,7 @@ cdef class Blocks(State):
         with nogil:
             code = lib.blocks_write(
                 self.mem, v_trans, which, seq, begin, count, rest, to, two)
-        if code == lib.CAUGHT:
-            raise _caught_error("blocks")
+        _check(code, "blocks")
         if code == lib.BLOCKS_VALUES:
             raise StateDamaged(
                 f"the cells of sequence {seq} hold NaN, infinity, or values whose products overflow",
@@ -467,8 +465,7 @@ cdef class Blocks(State):
             pieces.views.append(state)
             after.data = &state.data[0]
             after.size = state.data.shape[0]
-        if lib.block_join(self.mem, self.v_trans(), which, cells, kept, after, joined) == lib.CAUGHT:
-            raise _caught_error("blocks")
+        _check(lib.block_join(self.mem, self.v_trans(), which, cells, kept, after, joined), "blocks")
         pieces.pieces.swap(joined.pieces)
         return 0
 

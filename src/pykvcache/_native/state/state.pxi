@@ -149,12 +149,8 @@ cdef class State(Arrays):
         self.has_states(operation, inside)
         self.check_usable()
         for s in range(<int32_t>self.n_seq_max) if seq < 0 else (seq,):
-            if self.seqs.needs_removal(s):
-                raise UnsupportedOperation(
-                    operation,
-                    f"sequence {s} holds the rest of an aborted decode: remove all of it", "sequence")
-        self.apply_pending()
-        return 0
+            self.need_whole(operation, s)
+        return self.apply_pending()
 
     cdef int has_states(self, str operation, bint inside=False) except -1:
         """Refuse if there are no states; `inside`: they stay in this context and need no check."""
@@ -194,8 +190,7 @@ cdef class State(Arrays):
             out = np.empty(plan.get().size, np.uint8)
         with nogil:
             code = lib.seq_state_write(plan.get(), &out[0], two)
-        if code == lib.CAUGHT:
-            raise _caught_error("state_get_data")
+        _check(code, "state_get_data")
         return np.asarray(out)[:plan.get().size]
 
     # In ------------------------------------------------------------------------------
@@ -269,8 +264,7 @@ cdef class State(Arrays):
         """Drop the oldest window cells if the window has no room for more than the visible ones."""
         cdef int32_t code = lib.state_fit(
             self.mem, self.v_trans(), seq, self.n_seq_max, blocks, pieces.pieces, shorter)
-        if code == lib.CAUGHT:
-            raise _caught_error("set_state")
+        _check(code, "set_state")
         if code:
             pieces.pieces.swap(shorter.pieces)
             blocks.clear()
@@ -285,8 +279,7 @@ cdef class State(Arrays):
         cdef int32_t code
         with nogil:
             code = self.seqs.place(v_trans, seq, blocks, pieces.pieces, two, begin)
-        if code == lib.CAUGHT:
-            raise _caught_error("set_state")
+        _check(code, "set_state")
         return code
 
     cdef int put(self, int32_t seq, Pieces pieces, const int32_t* begin) except -1:

@@ -9,6 +9,10 @@ namespace pykv {
 
 namespace {
 
+struct cell_move {
+    uint32_t from, to;
+};
+
 // With n used cells, those at n or above move, in order, into the holes below n.
 std::vector<cell_move> moves_of(const llama_kv_cells & cells, const std::set<uint32_t> & used) {
     std::vector<cell_move> moves;
@@ -23,12 +27,28 @@ std::vector<cell_move> moves_of(const llama_kv_cells & cells, const std::set<uin
     return moves;
 }
 
+// Copy cells' data within a stream; no target may be a source.
+void move_rows(const edit_key & key, const live_tensor & t, const std::vector<cell_move> & moves) {
+    std::vector<live_cell> sources, targets;
+    for (const auto & [from, to] : moves) {
+        sources.push_back({0, from});
+        targets.push_back({0, to});
+    }
+    std::vector<uint8_t> bytes(moves.size() * t.cell_stride * size_t(t.transposed ? t.n_head * t.head_dim : 1));
+    tensor_reads         reads;
+    add_rows(reads, t, runs_of(sources.data(), sources.size()), bytes.data());
+    reads.run();
+    tensor_writes writes(key);
+    add_rows(writes, t, runs_of(targets.data(), targets.size()), static_cast<const uint8_t *>(bytes.data()));
+    writes.run();
+}
+
 void move_data(const edit_key & key, const memory * m, memory_part part, llama_seq_id seq,
                const std::vector<cell_move> & moves) {
     for (const uint32_t il : part_layers(m, part)) {
-        move_rows(key, m, part, il, 0, seq, moves);
+        move_rows(key, tensor_at(m, part, il, 0, seq), moves);
         if (!m->hparams->is_mla()) {
-            move_rows(key, m, part, il, 1, seq, moves);
+            move_rows(key, tensor_at(m, part, il, 1, seq), moves);
         }
     }
 }

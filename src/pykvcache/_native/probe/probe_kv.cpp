@@ -33,7 +33,15 @@ const ggml_tensor * stream_tensor(ggml_context * ctx, const llama_kv_cache * cac
     return t;
 }
 
-bool is_transposed(const ggml_tensor * t, int which) { return which == 1 && t->nb[1] > t->nb[2]; }
+live_tensor located(const ggml_tensor * t) {
+    live_tensor live{};
+    live.data = static_cast<const char *>(t->data);
+    live.owner = t->view_src ? t->view_src : t;
+    live.offset = t->view_src ? t->view_offs : 0;
+    live.type = t->type;
+    live.host = is_host(t);
+    return live;
+}
 
 live_tensor attention_tensor(const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq) {
     if (which == 1 && hparams_of(m, part).is_mla()) {
@@ -41,13 +49,8 @@ live_tensor attention_tensor(const memory * m, memory_part part, uint32_t il, in
     }
     const scratch ctx;
     const ggml_tensor * t = stream_tensor(ctx.get(), cache_of(m, part), il, which, seq);
-    const bool transposed = is_transposed(t, which);
-    live_tensor live{};
-    live.data = static_cast<const char *>(t->data);
-    live.owner = t->view_src ? t->view_src : t;
-    live.offset = t->view_src ? t->view_offs : 0;
-    live.type = t->type;
-    live.host = is_host(t);
+    const bool transposed = which == 1 && t->nb[1] > t->nb[2];
+    live_tensor live = located(t);
     live.transposed = transposed;
     live.n_head = t->ne[1];
     live.head_dim = transposed ? t->ne[2] : t->ne[0];
@@ -57,21 +60,12 @@ live_tensor attention_tensor(const memory * m, memory_part part, uint32_t il, in
     return live;
 }
 
-const ggml_tensor * state_source(const memory * m, uint32_t il, int which) {
-    return which == 0 ? m->recurrent->r_l[il] : m->recurrent->s_l[il];
-}
-
 live_tensor state_tensor(const memory * m, uint32_t il, int which) {
-    const ggml_tensor * t = state_source(m, il, which);
-    live_tensor live{};
+    const ggml_tensor * t = which == 0 ? m->recurrent->r_l[il] : m->recurrent->s_l[il];
     if (!t) {
-        return live;
+        return {};
     }
-    live.data = static_cast<const char *>(t->data);
-    live.owner = t->view_src ? t->view_src : t;
-    live.offset = t->view_src ? t->view_offs : 0;
-    live.type = t->type;
-    live.host = is_host(t);
+    live_tensor live = located(t);
     live.n_head = 1;
     live.head_dim = which == 0 ? m->hparams->n_embd_r() : m->hparams->n_embd_s();
     live.value_stride = ggml_type_size(t->type);
@@ -169,20 +163,6 @@ std::vector<cell_run> runs_of(const live_cell * cells, size_t n) {
     return runs;
 }
 
-uint8_t * add_rows(tensor_reads & reads, const live_tensor & t, const std::vector<cell_run> & runs, uint8_t * dst) {
-    const int64_t n_head = t.transposed ? t.n_head : 1, n_value = t.transposed ? t.head_dim : 1;
-    for (int64_t head = 0; head < n_head; ++head) {
-        for (int64_t value = 0; value < n_value; ++value) {
-            const size_t start = t.offset + size_t(head) * t.head_stride + size_t(value) * t.value_stride;
-            for (const auto & [cell, n] : runs) {
-                reads.add(t.owner, start + cell * t.cell_stride, n * t.cell_stride, dst);
-                dst += n * t.cell_stride;
-            }
-        }
-    }
-    return dst;
-}
-
 int32_t read_rows(const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq,
                   const std::vector<live_cell> & cells, uint8_t * dst) noexcept {
     return guarded_void([&] {
@@ -190,41 +170,6 @@ int32_t read_rows(const memory * m, memory_part part, uint32_t il, int which, ll
         add_rows(reads, tensor_at(m, part, il, which, seq), runs_of(cells.data(), cells.size()), dst);
         reads.run();
     });
-}
-
-void move_rows(const edit_key & key, const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq,
-               const std::vector<cell_move> & moves) {
-    const auto ctx = scratch();
-    const ggml_tensor * t = stream_tensor(ctx.get(), cache_of(m, part), il, which, seq);
-    const bool transposed = is_transposed(t, which);
-    const size_t stride = transposed ? t->nb[0] : t->nb[2];
-    const int64_t n_head = transposed ? t->ne[1] : 1, n_value = transposed ? t->ne[2] : 1;
-    // Runs of moves between contiguous cells: first move and length.
-    std::vector<std::pair<size_t, size_t>> runs;
-    for (size_t i = 0; i < moves.size(); ++i) {
-        if (i > 0 && moves[i].from == moves[i - 1].from + 1 && moves[i].to == moves[i - 1].to + 1) {
-            ++runs.back().second;
-        } else {
-            runs.push_back({i, 1});
-        }
-    }
-    const auto all = [&](auto & copies, auto bytes, uint32_t cell_move::*cell) {
-        for (int64_t head = 0; head < n_head; ++head) {
-            for (int64_t value = 0; value < n_value; ++value) {
-                const size_t start = size_t(head) * t->nb[1] + size_t(value) * (transposed ? t->nb[2] : 0);
-                for (const auto & [from, n] : runs) {
-                    copies.add(t, start + moves[from].*cell * stride, n * stride, bytes);
-                    bytes += n * stride;
-                }
-            }
-        }
-        copies.run();
-    };
-    std::vector<uint8_t> buffer(size_t(n_head * n_value) * moves.size() * stride);
-    tensor_reads         reads;
-    all(reads, buffer.data(), &cell_move::from);
-    tensor_writes writes(key);
-    all(writes, static_cast<const uint8_t *>(buffer.data()), &cell_move::to);
 }
 
 bool has_extended(const memory * m) { return m->base && m->base->has_cell_ext(); }

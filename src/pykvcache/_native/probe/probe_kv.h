@@ -1,6 +1,6 @@
 // Locations of a sequence's K, V and states, and the transformations applied before storing.
 //
-// Only move_rows() changes data, and it requires the key. As in probe.h, the lock is held and ids are valid.
+// As in probe.h, the lock is held and ids are valid.
 #pragma once
 
 #include <cstddef>
@@ -73,21 +73,23 @@ struct cell_run {
     uint32_t cell, n;
 };
 std::vector<cell_run> runs_of(const live_cell * cells, size_t n);
-// Queue reads of cells' rows, in order; of transposed values one row per value. Returns the end of the output.
-uint8_t * add_rows(tensor_reads & reads, const live_tensor & t, const std::vector<cell_run> & runs, uint8_t * dst);
+// Queue copies of cells' rows from or to a tensor, in order; of transposed values one row per value.
+template <class Copies, class Bytes>
+void add_rows(Copies & copies, const live_tensor & t, const std::vector<cell_run> & runs, Bytes bytes) {
+    const int64_t n_head = t.transposed ? t.n_head : 1, n_value = t.transposed ? t.head_dim : 1;
+    for (int64_t head = 0; head < n_head; ++head) {
+        for (int64_t value = 0; value < n_value; ++value) {
+            const size_t start = t.offset + size_t(head) * t.head_stride + size_t(value) * t.value_stride;
+            for (const auto & [cell, n] : runs) {
+                copies.add(t.owner, start + cell * t.cell_stride, n * t.cell_stride, bytes);
+                bytes += n * t.cell_stride;
+            }
+        }
+    }
+}
 // Read one tensor immediately. CAUGHT on failure.
 int32_t read_rows(const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq,
                   const std::vector<live_cell> & cells, uint8_t * dst) noexcept;
-// One move of a cell.
-struct cell_move {
-    uint32_t from, to;
-};
-
-class edit_key;  // edit.h
-
-// Copy cells' data within the stream of `seq`; no target may be a source. Throws.
-void move_rows(const edit_key & key, const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq,
-               const std::vector<cell_move> & moves);
 // Whether cells have an extension: two more M-RoPE positions and the token, three values per cell.
 bool has_extended(const memory * m);
 void read_extended(const memory * m, memory_part part, llama_seq_id seq, const std::vector<live_cell> & cells, int32_t * dst);

@@ -57,7 +57,6 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     int32_t detokenize(const llama_vocab*, const vector[llama_token]& tokens, bool remove_special,
                        bool unparse_special, size_t limit, string& out)
     int32_t token_to_piece(const llama_vocab*, llama_token, char* out, int32_t room, bool special)
-    llama_sampler* sampler_grammar(const llama_vocab*, const char* grammar, const char* root)
     int32_t sampler_apply(llama_sampler*, llama_token_data_array*)
     int32_t sampler_accept(llama_sampler*, llama_token)
 
@@ -485,7 +484,7 @@ cdef extern from "probe_sampler.h" namespace "pykv" nogil:
         int64_t at
         vector[string] rules
 
-    llama_sampler* sampler_chat_grammar(
+    llama_sampler* sampler_grammar(
         const llama_vocab*, const char* grammar, const char* root, const char* prefix,
         const vector[string]& triggers)
     llama_sampler* sampler_clone(const llama_sampler*)

@@ -178,12 +178,9 @@ cdef class Sampler:
         _check(lib.find_grammar_fault(self.model.vocab, text, fault), "grammar")
         if fault.why.empty():
             lib.begin_notes()
-            if begin is None:
-                self.it.grammar = lib.sampler_grammar(self.model.vocab, text, root)
-            else:
+            if begin is not None:
                 prefix, triggers = begin
-                self.it.grammar = lib.sampler_chat_grammar(
-                    self.model.vocab, text, root, prefix.c_str(), triggers)
+            self.it.grammar = lib.sampler_grammar(self.model.vocab, text, root, prefix.c_str(), triggers)
             notes = _notes()
             _drain_log()
             if self.it.grammar != NULL:
@@ -222,7 +219,7 @@ cdef class Sampler:
         self.check_unused()
         if model is not None:
             model.check_open()
-            t = model.check_token(token)
+            t = _token(token, model.n_vocab)
         else:
             t = _token(token, self.n_vocab or INT32_MAX)
         if grammar and self.it.grammar != NULL:

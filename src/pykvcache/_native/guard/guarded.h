@@ -160,9 +160,6 @@ inline int32_t token_to_piece(const llama_vocab * vocab, llama_token token, char
     return guarded<int32_t>(CAUGHT, [&] { return llama_token_to_piece(vocab, token, out, room, 0, special); });
 }
 
-inline llama_sampler * sampler_grammar(const llama_vocab * vocab, const char * grammar, const char * root) noexcept {
-    return guarded<llama_sampler *>(nullptr, [&] { return llama_sampler_init_grammar(vocab, grammar, root); });
-}
 inline int32_t sampler_apply(llama_sampler * chain, llama_token_data_array * candidates) noexcept {
     return guarded_void([&] { llama_sampler_apply(chain, candidates); });
 }

@@ -111,8 +111,8 @@ double most_ways(const llama_grammar_rules & rules) {
 }
 
 // Bounds lazy grammars: llama.cpp keeps all text before the trigger and searches it again after each token.
-struct chat_grammar {
-    static constexpr const char * name = "chat-grammar";
+struct grammar_stage {
+    static constexpr const char * name = "grammar";
     static constexpr size_t TEXT_MAX = 1024;
     static constexpr size_t TEXT_KEPT = 256;  // longer than any trigger
 
@@ -125,13 +125,13 @@ struct chat_grammar {
     };
     std::unique_ptr<llama_grammar, free_grammar> grammar;
 
-    chat_grammar(const llama_vocab * v, const char * t, const char * r, const char * p,
+    grammar_stage(const llama_vocab * v, const char * t, const char * r, const char * p,
                  const std::vector<std::string> & found)
         : vocab(v), text(t), root(r), prefix(p), triggers(found) {
         reset();
     }
-    chat_grammar(chat_grammar &&) = default;
-    chat_grammar(const chat_grammar & other)
+    grammar_stage(grammar_stage &&) = default;
+    grammar_stage(const grammar_stage & other)
         : vocab(other.vocab), text(other.text), root(other.root), prefix(other.prefix), triggers(other.triggers),
           grammar(llama_grammar_clone_impl(*other.grammar)) {}
 
@@ -177,11 +177,11 @@ struct chat_grammar {
 
 }  // namespace
 
-llama_sampler * sampler_chat_grammar(const llama_vocab * vocab, const char * grammar, const char * root, const char * prefix,
-                                     const std::vector<std::string> & triggers) noexcept {
+llama_sampler * sampler_grammar(const llama_vocab * vocab, const char * grammar, const char * root, const char * prefix,
+                                const std::vector<std::string> & triggers) noexcept {
     return guarded<llama_sampler *>(nullptr, [&] {
-        chat_grammar it(vocab, grammar, root, prefix, triggers);
-        return it.grammar ? own_sampler<chat_grammar>::make(std::move(it)) : nullptr;
+        grammar_stage it(vocab, grammar, root, prefix, triggers);
+        return it.grammar ? own_sampler<grammar_stage>::make(std::move(it)) : nullptr;
     });
 }
 

@@ -9,10 +9,10 @@
 
 namespace pykv {
 
-// The grammar of a chat format. It has already read `prefix`, or begins where one of the regular expressions
-// `triggers` matches the text so far.
-llama_sampler * sampler_chat_grammar(const llama_vocab * vocab, const char * grammar, const char * root, const char * prefix,
-                                     const std::vector<std::string> & triggers) noexcept;
+// A grammar. It has already read `prefix`; with `triggers`, it begins where one of these regular expressions matches
+// the text so far. Null on error; caught() or the logged notes say why.
+llama_sampler * sampler_grammar(const llama_vocab * vocab, const char * grammar, const char * root, const char * prefix,
+                                const std::vector<std::string> & triggers) noexcept;
 // Copies a sampler with its history; null for null or on error.
 llama_sampler * sampler_clone(const llama_sampler * sampler) noexcept;
 

@@ -1,9 +1,8 @@
 #include "choices.h"
 
 #include <algorithm>
-#include <atomic>
 
-#include "team.h"
+#include "copy_threads.h"
 
 namespace pykv {
 
@@ -54,13 +53,13 @@ bool choices::have_own_samplers() noexcept {
 
 void choices::run(int32_t n_vocab) noexcept {
     struct choosing final : team {
-        choices &           mine;
-        int32_t             n_vocab;
-        std::atomic<size_t> next{0};
+        choices & mine;
+        int32_t   n_vocab;
+        counter   jobs;
 
-        choosing(choices & c, int32_t n) : mine(c), n_vocab(n) { may_miss_workers = true; }
+        choosing(choices & c, int32_t n) : mine(c), n_vocab(n), jobs(c.all.size()) { may_miss_workers = true; }
         void work(int index) override {
-            for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < mine.all.size();) {
+            for (size_t i; jobs.take(i);) {
                 mine.choose(mine.all[i], n_vocab, mine.lists[size_t(index)]);
             }
         }

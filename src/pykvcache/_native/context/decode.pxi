@@ -76,7 +76,10 @@ cdef class Decoding(Batch):
                 if start < n:
                     _handle_sigint()
                     PyErr_CheckSignals()
-                    self.check_wanted(start)
+                    if self.abort_flag.is_wanted():  # no work is half done here
+                        raise DecodeAborted(
+                            f"the decode was aborted; {start} tokens of this call were decoded before and "
+                            "stay", 2, n_decoded=start)
         except BaseException:
             self.forget_outputs("the last decode failed")
             raise
@@ -128,14 +131,6 @@ cdef class Decoding(Batch):
                 f"no room in the cache for {n} more tokens{where}: {free_cells} of "
                 f"{self.n_ctx_seq} cells are free; nothing was decoded", 1,
                 n_tokens=n, n_free=free_cells, n_cells=self.n_ctx_seq)
-        return 0
-
-    cdef int check_wanted(self, int64_t start) except -1:
-        """Stop between two parts, where no work is half done."""
-        if self.abort_flag.is_wanted():
-            raise DecodeAborted(
-                f"the decode was aborted; {start} tokens of this call were decoded before and stay", 2,
-                n_decoded=start)
         return 0
 
     cdef int decode_failed(self, int32_t code, lib.llama_batch batch, int64_t done_so_far) except -1:

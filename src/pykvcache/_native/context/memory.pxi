@@ -1,8 +1,5 @@
-# Sequence operations, each behind its preconditions.
-#
-# A sequence holds (token, position) pairs. After a successful operation the next logits
-# are those of attention over exactly these cells. An operation for which this memory
-# cannot guarantee that is refused before llama.cpp is called, with nothing changed.
+# Sequence operations. Each is refused before llama.cpp is called if the next logits would not be those of
+# attention over exactly the sequence's cells.
 
 cdef dict _KIND_NAMES = {
     lib.MEMORY_NONE: "none",

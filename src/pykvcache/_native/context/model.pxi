@@ -61,9 +61,6 @@ cdef class Model:
         if params["devices"] is not None:
             for name in params["devices"]:
                 devices.push_back(lib.device_named(<bytes?>name))
-                if devices.back() == NULL:
-                    raise ArgumentError(
-                        f"devices names {name!r}: there is no such device", what="devices", value=name)
         if params["devices"] is not None or servers.size():
             if devices.size() > lib.llama_max_devices():
                 raise ArgumentError(
@@ -77,10 +74,6 @@ cdef class Model:
             p.devices = devices.data()
         if params["tensor_split"] is not None:
             split.resize(lib.llama_max_devices(), 0)  # llama.cpp copies all of it
-            if len(params["tensor_split"]) > <Py_ssize_t>split.size():
-                raise ArgumentError(
-                    f"tensor_split has more than {split.size()} shares",
-                    what="tensor_split", value=len(params["tensor_split"]), limit=split.size())
             for i, share in enumerate(params["tensor_split"]):
                 split[<size_t>i] = <float>share
             p.tensor_split = split.data()
@@ -189,9 +182,6 @@ cdef class Model:
             raise UnsupportedOperation("tokenize", "the model has no vocabulary")
         return 0
 
-    cdef int32_t check_token(self, object token) except -1:
-        return _token(token, self.n_vocab)
-
     def close(self):
         """Release the model; its contexts keep it alive."""
         self.ref.reset()
@@ -230,7 +220,7 @@ cdef class Model:
 
     def is_eog(self, token):
         """Call ``llama_vocab_is_eog``."""
-        cdef int32_t c_token = self.check_token(token)
+        cdef int32_t c_token = _token(token, self.n_vocab)
         self.check_vocab()  # last: converting a token may run anything
         return bool(lib.llama_vocab_is_eog(self.vocab, c_token))
 
@@ -299,7 +289,7 @@ cdef class Model:
         """Call ``llama_token_to_piece`` and return bytes."""
         cdef vector[char] out
         cdef int32_t got, c_token
-        c_token = self.check_token(token)
+        c_token = _token(token, self.n_vocab)
         self.check_vocab()  # last: converting a token may run anything
         out.resize(64)
         while True:

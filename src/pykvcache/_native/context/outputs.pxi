@@ -16,12 +16,16 @@ cdef class Outputs(Partials):
     # Why there are no outputs.
     cdef str no_outputs
 
+    def __cinit__(self, *args):
+        self.kept_logits = []
+        self.kept_embeddings = []
+
     cdef void forget_outputs(self, str why):
         self.no_outputs = why
         self.outputs.clear()
         self.seqs.forget_rows()
-        self.kept_logits = None
-        self.kept_embeddings = None
+        self.kept_logits = []
+        self.kept_embeddings = []
         self.part_start = 0
         self.from_encoder = False
 
@@ -34,17 +38,10 @@ cdef class Outputs(Partials):
             if batch.logits[i]:
                 self.outputs.push_back(start + i)
                 if more:
-                    self.keep_row(i)
-        return 0
-
-    cdef int keep_row(self, int32_t i) except -1:
-        if self.kept_logits is None:
-            self.kept_logits = []
-            self.kept_embeddings = []
-        row = self.copy_row(lib.logits_ith(self.ctx, i), self.n_vocab)
-        self.kept_logits.append(row)
-        self.kept_embeddings.append(
-            self.copy_row(lib.embeddings_ith(self.ctx, i), self.n_embd_out) if self.embeddings else None)
+                    self.kept_logits.append(self.copy_row(lib.logits_ith(self.ctx, i), self.n_vocab))
+                    self.kept_embeddings.append(
+                        self.copy_row(lib.embeddings_ith(self.ctx, i), self.n_embd_out)
+                        if self.embeddings else None)
         return 0
 
     cdef object copy_row(self, const float* row, int32_t n):
@@ -126,7 +123,7 @@ cdef class Outputs(Partials):
         cdef int32_t n = self.n_vocab if is_logits else self.n_embd_out
         cdef const float[::1] view
         cdef const float* row
-        if kept is not None and place < len(kept):
+        if place < len(kept):
             if kept[place] is None:
                 return None
             view = kept[place]

@@ -1,7 +1,6 @@
 # Rows of a batch, filled by the caller.
 #
-# Only exact types are read here, because they run no code of the caller. For other values the
-# methods return False and do nothing; Python then converts them or raises.
+# Only exact types are read here. For other values the methods return False; Python then converts them.
 
 cdef object _ndarray = np.ndarray
 cdef object _empty = np.empty

@@ -1,8 +1,6 @@
 // Removal, copy, shift and division over a sequence's own cells.
 //
-// llama.cpp visits every cell of the context, and checks each moved cell against all 256 sequences.
-// Here the set of a sequence's cells gives their places, so the cost grows with the sequence, not
-// with the context.
+// llama.cpp visits every cell of the context. Here the cost grows with the sequence.
 #include <algorithm>
 
 #include "edit.h"
@@ -17,10 +15,6 @@ namespace {
 
 // Memories of only these two caches; others have more parts to keep in step.
 bool is_cells_only(const memory * m) { return m->kind == MEMORY_ATTENTION || m->kind == MEMORY_SLIDING_WINDOW; }
-
-// An open end as llama.h writes it: with streams it copies nothing else.
-llama_pos begin_of(llama_pos p0) { return p0 ? p0 : -1; }
-llama_pos end_of(llama_pos p1) { return p1 != POS_END ? p1 : -1; }
 
 // Remove the sequence from its cells in [p0, p1); a cell without sequences becomes free.
 void take_out(const edit_key & key, llama_kv_cache & cache, llama_seq_id seq, llama_pos p0, llama_pos p1) {

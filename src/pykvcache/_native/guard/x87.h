@@ -1,7 +1,5 @@
-// Resets the x87 unit, which is not used for computing here.
-//
-// NumPy's import leaves values in its registers, in the importing thread and threads started from it. AMD cores then
-// have eight fewer registers for renaming, and AVX-512 kernels take 2 % longer (benchmarks/x87.py).
+// Resets the x87 unit, which NumPy's import leaves in use: AVX-512 kernels then take 2 % longer on AMD
+// (docs/decisions.md).
 #pragma once
 
 #include <cstdint>

@@ -9,10 +9,6 @@ namespace pykv {
 
 namespace {
 
-// An open end as llama.h writes it: with streams it copies nothing else.
-llama_pos begin_of(llama_pos p0) { return p0 ? p0 : -1; }
-llama_pos end_of(llama_pos p1) { return p1 != POS_END ? p1 : -1; }
-
 // llama.cpp's division rotates K the wrong way. Instead each position is shifted separately, lowest
 // first, so that none is shifted twice.
 void divide(const edit_key &, llama_kv_cache & cache, llama_seq_id seq, llama_pos p0, llama_pos p1, int d) {

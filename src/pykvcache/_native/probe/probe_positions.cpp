@@ -1,13 +1,7 @@
 // The highest position at which a model's graph rotates keys and queries correctly.
 //
-// ggml computes the angle of pair i at position p in float32: p, multiplied i times by the same
-// step, then divided by a factor, scaled and mixed where the model does so. Each of these n_i
-// operations rounds by at most 2^-24 of its result, differently at each position. So the angle is
-// off by up to p * f_i * n_i * 2^-24, where f_i is the pair's rotation per position. (The rounding of
-// the step itself is the same at all positions and does not count.) A key or query whose length is
-// spread over the pairs is then off by up to p * g * 2^-24 of its length, where g is the quadratic
-// mean of f_i * n_i. Positions end where that reaches TOLERANCE, and at 2^24 in any case, because
-// float32 cannot tell higher positions apart. docs/positions.md has the figures.
+// The error of an angle in float32 grows with the position and with the number of rounding operations. Positions end
+// where it reaches TOLERANCE; docs/positions.md derives the formula.
 #include <algorithm>
 #include <cmath>
 

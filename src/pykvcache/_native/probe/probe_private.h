@@ -16,6 +16,10 @@ namespace pykv {
 
 constexpr llama_pos POS_END = std::numeric_limits<llama_pos>::max();
 
+// An open end as llama.h writes it: with streams it copies nothing else.
+inline llama_pos begin_of(llama_pos p0) { return p0 ? p0 : -1; }
+inline llama_pos end_of(llama_pos p1) { return p1 != POS_END ? p1 : -1; }
+
 using cell_set = std::set<std::pair<llama_pos, uint32_t>>;  // of one sequence: position, cell
 
 inline cell_set::const_iterator from(const cell_set & cells, llama_pos p) { return cells.lower_bound({p, 0}); }

@@ -1,7 +1,5 @@
-# Partial states: the parts that cannot be rewound (window, recurrent state, or both).
-#
-# They exclude the attention part, which must be unchanged since the state was taken; the prefix
-# version checks that.
+# Partial states: the parts that cannot be rewound (window, recurrent state, or both). The attention part
+# must be unchanged since the state was taken; the prefix version checks that.
 
 @cython.final
 cdef class Partial:

@@ -1,5 +1,4 @@
-// Writes a sequence's state without llama.cpp's walk, which checks every cell for every sequence, twice. That costs
-// as much as copying the cells of a small model.
+// Writes a sequence's state without llama.cpp's walk, which checks every cell for every sequence, twice.
 #include <cstring>
 
 #include "copy_threads.h"

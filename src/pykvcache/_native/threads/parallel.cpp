@@ -1,7 +1,5 @@
-// Runs ggml's OpenMP regions on the threads of team.h: defines the functions that GCC calls, in place of libgomp.
-//
-// libgomp spins for milliseconds while other programs need the processor, hangs in forked children, and ends the
-// process if a region throws or the system refuses a thread.
+// Runs ggml's OpenMP regions on the threads of team.h: defines the functions that GCC calls, in place of libgomp
+// (docs/decisions.md has the reasons).
 #include <mutex>
 
 #include "team.h"

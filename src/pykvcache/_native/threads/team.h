@@ -1,7 +1,6 @@
 // The compute threads: ggml's OpenMP regions (parallel.cpp), large copies and token choices run on them.
 //
-// A team is the calling thread and workers from the process's pool. A waiting thread spins for some
-// microseconds and then sleeps, so that other programs get the processor. docs/decisions.md has the figures.
+// A team is the calling thread and workers from the process's pool. docs/decisions.md has the reasons.
 #pragma once
 
 #include <atomic>

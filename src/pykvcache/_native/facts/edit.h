@@ -30,7 +30,7 @@ int32_t add_cells(edit_key, memory * m, llama_seq_id seq, llama_pos p0, llama_po
 int32_t divide_cells(edit_key, memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int d) noexcept;
 // Compact each stream: move used cells, with their data, to the lowest places. Returns the number of moved cells or
 // CAUGHT. Nothing may be pending. The search for free cells continues above them.
-int64_t move_cells_down(edit_key, memory * m, uint32_t n_seq_max) noexcept;
+int64_t move_cells_down(edit_key, memory * m) noexcept;
 
 // Apply pending shifts and stream copies now (llama_context::memory_update); 1 on failure. Avoids a bug: llama.cpp
 // multiplies all keys by YaRN's length factor again with each shift.

@@ -1,7 +1,6 @@
 // Change a context's memory together with the facts about its sequences.
 #include <algorithm>
 #include <limits>
-#include <mutex>
 #include <shared_mutex>
 
 #include "edit.h"
@@ -265,7 +264,7 @@ int32_t sequence_facts::apply_pending() noexcept {
 
 int64_t sequence_facts::compact() noexcept {
     ++changes;
-    return move_cells_down({}, mem, uint32_t(n_seq_max));
+    return move_cells_down({}, mem);
 }
 
 // States ----------------------------------------------------------------------------------------------

@@ -76,23 +76,18 @@ void move_entries(open_cells & open, const std::vector<cell_move> & moves) noexc
     }
 }
 
-int64_t compact_part(const edit_key & key, const memory * m, memory_part part, uint32_t n_seq_max) {
+int64_t compact_part(const edit_key & key, const memory * m, memory_part part) {
     llama_kv_cache & cache = *cache_of(m, part);
     int64_t moved = 0;
-    std::vector<bool> seen(LLAMA_MAX_SEQ);
-    for (uint32_t seq = 0; seq < n_seq_max; ++seq) {
-        const uint32_t stream = stream_of(cache, llama_seq_id(seq));
-        if (seen[stream]) {
-            continue;
-        }
-        seen[stream] = true;
-        open_cells open(key, cache, llama_seq_id(seq));
+    // A stream is accessed through one of its sequences.
+    for (llama_seq_id stream = 0; stream < llama_seq_id(cache.get_n_stream()); ++stream) {
+        open_cells open(key, cache, stream);
         const auto moves = moves_of(open.cells, open.used());
         if (moves.empty()) {
             continue;
         }
         // Data first: if a device refuses, all cells stay in place.
-        move_data(key, m, part, llama_seq_id(seq), moves);
+        move_data(key, m, part, stream, moves);
         move_entries(open, moves);
         open.head = open.cells.get_used() % open.cells.size();
         moved += int64_t(moves.size());
@@ -106,11 +101,11 @@ bool can_compact(const memory * m) {
     return m->kind != MEMORY_NONE && m->kind != MEMORY_OTHER && !m->picks_blocks;
 }
 
-int64_t move_cells_down(edit_key key, memory * m, uint32_t n_seq_max) noexcept {
+int64_t move_cells_down(edit_key key, memory * m) noexcept {
     return guarded<int64_t>(CAUGHT, [&] {
         int64_t moved = 0;
         for (const auto part : {PART_ATTENTION, PART_WINDOW}) {
-            moved += has_part(m, part) ? compact_part(key, m, part, n_seq_max) : 0;
+            moved += has_part(m, part) ? compact_part(key, m, part) : 0;
         }
         return moved;
     });

@@ -57,7 +57,7 @@ int32_t divide_cells(edit_key key, memory * m, llama_seq_id seq, llama_pos p0, l
 
 // llama.cpp has no function that moves cells.
 bool    can_compact(const memory *) { return false; }
-int64_t move_cells_down(edit_key, memory *, uint32_t) noexcept { return 0; }
+int64_t move_cells_down(edit_key, memory *) noexcept { return 0; }
 
 // llama.cpp's reader clears the sequence first, so replace() copies the old contents.
 int32_t state_place(edit_key, memory *, bool, llama_seq_id, const std::vector<state_block> &,

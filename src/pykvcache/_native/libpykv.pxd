@@ -82,7 +82,6 @@ cdef extern from "adapters.h" namespace "pykv" nogil:
 
 
 cdef extern from "devices.h" namespace "pykv" nogil:
-    vector[string] device_names() except +
     cppclass device_facts:
         string name
         string backend

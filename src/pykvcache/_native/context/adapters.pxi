@@ -53,10 +53,7 @@ def control_vector(bytes path not None, int32_t n_layer, int32_t n_embd):
     _check(code, "load_control_vector")
     if not problem.empty():
         raise ModelLoadError.of(os.fsdecode(path), _text(problem))
-    found = np.empty((n_layer, n_embd), np.float32)
-    cdef float[:, ::1] out = found
-    memcpy(&out[0, 0], values.data(), values.size() * sizeof(float))
-    return found
+    return _floats(values).reshape(n_layer, n_embd)
 
 
 cdef class Adapted(Decoding):

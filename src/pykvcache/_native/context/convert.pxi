@@ -82,16 +82,14 @@ cdef inline int32_t _token(object value, long long n_vocab) except -1:
 
 
 cdef object _tokens(const vector[lib.llama_token]& tokens):
-    result = np.empty(tokens.size(), dtype=np.int32)
-    cdef int32_t[::1] view = result
+    result = np.empty(tokens.size(), np.int32)
     if tokens.size():
-        memcpy(&view[0], tokens.data(), tokens.size() * sizeof(int32_t))
+        memcpy(_address(result), tokens.data(), tokens.size() * sizeof(int32_t))
     return result
 
 
 cdef object _floats(const vector[float]& values):
-    result = np.empty(values.size(), dtype=np.float32)
-    cdef float[::1] view = result
+    result = np.empty(values.size(), np.float32)
     if values.size():
-        memcpy(&view[0], values.data(), values.size() * sizeof(float))
+        memcpy(_address(result), values.data(), values.size() * sizeof(float))
     return result

@@ -3,7 +3,7 @@
 
 def devices():
     """Return the names of the devices that ggml computes on."""
-    return _texts(lib.device_names())
+    return [facts[0] for facts in device_facts()]
 
 
 def device_facts():

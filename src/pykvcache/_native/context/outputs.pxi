@@ -52,18 +52,15 @@ cdef class Outputs(Partials):
         memcpy(_address(result), row, n * sizeof(float))
         return result
 
-    cdef inline int check_finite(
+    cdef int check_finite(
             self, const float* row, int32_t n, bint is_logits, object i, int32_t n_decoded) except -1:
         """Raise if a row contains NaN or infinity."""
         cdef int64_t place = lib.first_not_finite(row, n, is_logits)
         if place < 0:
             return 0
-        return self.raise_not_finite(row, place, "logits" if is_logits else "embeddings", i, n_decoded)
-
-    cdef int raise_not_finite(
-            self, const float* row, int64_t place, str what, object i, int32_t n_decoded) except -1:
         self.seqs.suspect()
-        if what == "logits" or self.pooling_type == 0:
+        what = "logits" if is_logits else "embeddings"
+        if is_logits or self.pooling_type == 0:
             i = self.outputs[self.find_output(i, what)]
             whose = f"token {i} of the last decode"
         else:

@@ -1,6 +1,4 @@
-// Chooses among copies of ggml's CPU code for several instruction sets (copies.cmake).
-//
-// Called before any of that code runs: an instruction that the processor lacks ends the process.
+// Chooses among copies of ggml's CPU code for several instruction sets (copies.cmake), before any of that code runs.
 #pragma once
 
 #include <string>

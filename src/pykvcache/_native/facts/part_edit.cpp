@@ -1,6 +1,4 @@
 // Changing one part of a memory at a time.
-#include <limits>
-
 #include <algorithm>
 #include <vector>
 

@@ -10,9 +10,8 @@
 
 namespace pykv {
 
-// A prefix version stands for a sequence's cells up to a position. It is valid until one of these cells is removed,
-// moved or replaced; appending does not matter. Valid versions are sorted by position, so each change drops the last
-// few.
+// A prefix version stands for a sequence's cells up to a position, until one of them is removed, moved or replaced.
+// Valid versions are sorted by position, so each change drops the last few.
 class prefix_versions {
   public:
     // Return a version of the sequence as it is now.

@@ -6,7 +6,6 @@
 // and two pending rollbacks end the process. So the valid states are tracked here, and rollbacks happen at once.
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <vector>
 
 #include "edit.h"

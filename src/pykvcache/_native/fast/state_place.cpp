@@ -1,10 +1,8 @@
-// Restores a sequence's state without llama.cpp's reader, which inserts cells one by one into two
-// trees and clears the destination first. Here all steps that can fail come first, so that the old
-// contents need no copy and are often overwritten in place.
+// Restores a sequence's state without llama.cpp's reader, which clears the destination first. Here all steps that can
+// fail come first, so that the old contents need no copy and are often overwritten in place.
 #include <algorithm>
 #include <cstring>
 #include <memory>
-#include <optional>
 
 #include "copy_threads.h"
 #include "edit.h"

@@ -1,7 +1,6 @@
 // Connections to remote devices (rpc/), which can be lost during a call.
 //
-// ggml cannot be told of a loss, so it continues with fabricated replies. guarded.h turns such a call's result into an
-// error, and no context of that connection computes again.
+// ggml continues with fabricated replies. guarded.h turns such a call's result into an error.
 #pragma once
 
 #include <atomic>

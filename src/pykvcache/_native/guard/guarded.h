@@ -1,7 +1,6 @@
 // Calls of llama.h with all C++ exceptions caught.
 //
-// ggml reports a broken precondition through an abort callback. Ours throws, so that a failure that
-// no check foresaw becomes a code instead of ending the process. A safety net behind the checks.
+// A safety net behind the checks: ggml's abort callback throws, so that a failure that no check foresaw becomes a code.
 #pragma once
 
 #include <algorithm>

@@ -12,14 +12,6 @@
 
 namespace pykv {
 
-inline std::vector<std::string> device_names() {
-    std::vector<std::string> names;
-    for (size_t i = 0; i < ggml_backend_dev_count(); ++i) {
-        names.emplace_back(ggml_backend_dev_name(ggml_backend_dev_get(i)));
-    }
-    return names;
-}
-
 struct device_facts {
     std::string name, backend, description;
     int         kind;

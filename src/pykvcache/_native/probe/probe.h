@@ -1,8 +1,5 @@
-// Facts that llama.cpp does not expose: the kind of memory, and the cells that exist.
-//
-// probe_memory.h and probe_private.h are the only files that include llama.cpp's private headers.
-// Nothing here changes a memory; edit.h does. The caller holds the context's lock and has checked ids
-// and ranges.
+// Facts that llama.cpp does not expose: the kind of memory, and the cells that exist. Nothing here changes a memory;
+// edit.h does. The caller holds the context's lock and has checked ids and ranges.
 #pragma once
 
 #include <cstddef>

@@ -3,9 +3,7 @@
 
 #include <limits>
 #include <map>
-#include <set>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "llama-arch.h"

@@ -1,7 +1,6 @@
 // Reads from the model's graph how it rotates stored keys. llama.cpp has no table of it: several
 // architectures skip layers, or use other settings than shifts do.
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
 #include "ggml-backend.h"

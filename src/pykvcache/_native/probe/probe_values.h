@@ -9,10 +9,9 @@
 
 namespace pykv {
 
-// Largest allowed value in rows of n values: multiplied by the largest f16, which bounds the other
-// factor, and summed over a row it is a finite float32. NaN and infinity are refused because even a
-// masked cell counts as 0 times its value, which makes every query NaN. `as_f16`: flash attention
-// converts the float32 to f16, where it must be finite too.
+// Largest allowed value in rows of n values: multiplied by the largest f16, which bounds the other factor, and summed over
+// a row it is a finite float32. (Even a masked cell counts, as 0 times its value.) `as_f16`: flash attention converts the
+// float32 to f16, where it must be finite too.
 float largest_value(uint64_t n, bool as_f16);
 
 // Checks rows of one type, passed as bytes in pieces of any size.

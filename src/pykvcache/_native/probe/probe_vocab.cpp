@@ -1,7 +1,5 @@
-// SentencePiece's merges, equal to llama.cpp's but in linear time.
-//
-// llama.cpp's session reallocates for each character that is written as bytes, and copies all earlier
-// tokens each time.
+// SentencePiece's merges, equal to llama.cpp's, which copies all earlier tokens for each character that is written as
+// bytes.
 #include <algorithm>
 #include <queue>
 

@@ -1,7 +1,5 @@
-// Replaces ggml's transport.cpp: sockets with timeouts, and a client whose messages never fail.
-//
-// ggml's client ends the process if a message fails. Here the connection is marked as lost (device_link.h) and ggml
-// gets a fabricated reply. The server side behaves as ggml's.
+// Replaces ggml's transport.cpp, whose client ends the process if a message fails. Here the connection is marked as lost
+// (device_link.h) and ggml gets a fabricated reply. The server side behaves as ggml's.
 #include "transport.h"
 
 #include <arpa/inet.h>

@@ -117,17 +117,4 @@ template <class Derived> class state_output {
     Derived & self() { return static_cast<Derived &>(*this); }
 };
 
-// Writes into one piece of memory.
-class byte_writer : public state_output<byte_writer> {
-  public:
-    explicit byte_writer(uint8_t * dst) : at(dst) {}
-
-    void bytes(const void * from, size_t n) {
-        std::memcpy(at, from, n);
-        at += n;
-    }
-
-    uint8_t * at;
-};
-
 }  // namespace pykv

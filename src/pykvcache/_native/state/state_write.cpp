@@ -1,6 +1,4 @@
 // Writes a sequence's state without llama.cpp's walk, which checks every cell for every sequence, twice.
-#include <cstring>
-
 #include "copy_threads.h"
 #include "guarded.h"
 #include "probe_kv.h"
@@ -58,9 +56,14 @@ struct rows_job {
 };
 
 // Writes everything but the rows of K and V, which are copied afterwards.
-class head_writer : public byte_writer {
+class head_writer : public state_output<head_writer> {
   public:
-    head_writer(uint8_t * dst, llama_seq_id seq, std::vector<rows_job> & jobs) : byte_writer(dst), seq(seq), jobs(jobs) {}
+    head_writer(uint8_t * dst, llama_seq_id seq, std::vector<rows_job> & jobs) : at(dst), seq(seq), jobs(jobs) {}
+
+    void bytes(const void * from, size_t n) {
+        std::memcpy(at, from, n);
+        at += n;
+    }
 
     uint32_t cells(const state_part & part, uint32_t stream) {
         const bool is_own = stream == own;
@@ -79,6 +82,7 @@ class head_writer : public byte_writer {
         at += rows.row_bytes * n;
     }
 
+    uint8_t * at;
     // The current part.
     size_t                         i = 0;
     uint32_t                       own = 0;

@@ -1,7 +1,5 @@
-// Tokenizes text: finds special tokens, and calls llama_tokenize on the fragments between them.
-//
-// llama.cpp searches one special token after the other and walks a list for each hit, in quadratic
-// time. The result here is the same.
+// Tokenizes text: finds special tokens, as llama.cpp does in quadratic time, and calls llama_tokenize on the fragments
+// between them.
 #pragma once
 
 #include <cstdint>

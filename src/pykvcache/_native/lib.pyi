@@ -56,18 +56,15 @@ class Model:
     n_vocab: int
     n_ctx_train: int
     n_embd: int
-    n_embd_out: int
     n_layer: int
     n_head: int
     n_head_kv: int
     n_swa: int
     rope_type: int
-    vocab_type: int
     is_recurrent: bool
     is_hybrid: bool
     has_encoder: bool
     has_decoder: bool
-    is_diffusion: bool
     vocab_only: bool
     size: int
     n_params: int
@@ -330,7 +327,6 @@ def control_vector(path: bytes, n_layer: int, n_embd: int) -> _Floats: ...
 @disjoint_base
 class Adapted(Decoding):
     adapter_names: tuple[str, ...]
-    adapters_epoch: int
     base_names: tuple[str, ...]
     invocation: tuple[int, ...]
     def set_adapters(

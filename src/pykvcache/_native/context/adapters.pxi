@@ -69,7 +69,7 @@ cdef class Adapted(Decoding):
     cdef readonly tuple base_names
     cdef readonly tuple invocation
     #: Changes with every switch; cells computed before a switch are invalid.
-    cdef readonly uint64_t adapters_epoch
+    cdef uint64_t adapters_epoch
 
     def __cinit__(self, *args):
         self.adapter_names = self.base_names = self.invocation = ()

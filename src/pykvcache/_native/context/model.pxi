@@ -27,9 +27,12 @@ cdef class Model:
     cdef const lib.llama_vocab* vocab
     cdef lib.text_vocab texts
     cdef lib.model_facts facts
-    cdef readonly int32_t n_vocab, n_ctx_train, n_embd, n_embd_out, n_layer, n_head, n_head_kv, n_swa
-    cdef readonly int rope_type, vocab_type
-    cdef readonly bint is_recurrent, is_hybrid, has_encoder, has_decoder, is_diffusion, vocab_only
+    cdef readonly int32_t n_vocab, n_ctx_train, n_embd, n_layer, n_head, n_head_kv, n_swa
+    cdef int32_t n_embd_out
+    cdef readonly int rope_type
+    cdef int vocab_type
+    cdef readonly bint is_recurrent, is_hybrid, has_encoder, has_decoder, vocab_only
+    cdef bint is_diffusion
     cdef readonly object size, n_params
     cdef readonly str description
     cdef readonly object chat_template

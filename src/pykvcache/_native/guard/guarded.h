@@ -62,7 +62,6 @@ struct assertions_throw {
     assertions_throw & operator=(const assertions_throw &) = delete;
 };
 
-
 template <class R, class F> R guarded(R on_error, F && call) noexcept {
     R result = on_error;
     guard_state & mine = guard;

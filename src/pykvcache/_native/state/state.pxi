@@ -238,6 +238,8 @@ cdef class State(Arrays):
     cdef int set_pieces(
             self, int32_t seq, Pieces pieces, list firsts, lib.part_set known=lib.NO_PARTS) except -1:
         cdef int32_t begin[MAX_SEQ]
+        cdef int32_t code
+        cdef bint v_trans = self.v_trans(), two = self.two_threads()
         cdef vector[lib.state_block] blocks
         cdef lib.joined_state shorter
         memset(begin, 0, sizeof(begin))
@@ -252,11 +254,14 @@ cdef class State(Arrays):
             if 0 <= pair[0] < <int32_t>self.n_seq_max:
                 begin[<int32_t>pair[0]] = pair[1]
         self.apply_pending()
-        if seq < 0 or not self.place(seq, blocks, pieces, begin):
-            if seq >= 0:
-                self.need_room(seq, blocks)
-            self.put(seq, pieces, begin)
-        return 0
+        if seq >= 0:
+            with nogil:
+                code = self.seqs.place(v_trans, seq, blocks, pieces.pieces, two, begin)
+            _check(code, "set_state")
+            if code != 0:
+                return 0  # replaced in place, since nothing could fail
+            self.need_room(seq, blocks)
+        return self.put(seq, pieces, begin)
 
     cdef int fit(
             self, int32_t seq, lib.part_set which, vector[lib.state_block]& blocks, Pieces pieces,
@@ -270,17 +275,6 @@ cdef class State(Arrays):
             blocks.clear()
             self.check(pieces, seq, which, blocks, lib.ALL_PARTS)
         return 0
-
-    cdef bint place(
-            self, int32_t seq, vector[lib.state_block]& blocks, Pieces pieces,
-            const int32_t* begin) except -1:
-        """Replace the contents in place if nothing can fail; else return False."""
-        cdef bint v_trans = self.v_trans(), two = self.two_threads()
-        cdef int32_t code
-        with nogil:
-            code = self.seqs.place(v_trans, seq, blocks, pieces.pieces, two, begin)
-        _check(code, "set_state")
-        return code
 
     cdef int put(self, int32_t seq, Pieces pieces, const int32_t* begin) except -1:
         """Replace the contents; restore them if llama.cpp refuses."""

@@ -189,7 +189,7 @@ cdef class Batch(Outputs):
         cdef Py_ssize_t i
         cdef int32_t j, k, s
         cdef const int32_t* seqs
-        for s in range(MAX_SEQ):
+        for s in range(<int32_t>self.n_seq_max):
             self.expect[s] = -1
         for i in range(n):
             if self.token[i] < 0 or self.token[i] >= self.n_vocab:

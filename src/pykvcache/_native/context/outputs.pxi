@@ -24,8 +24,9 @@ cdef class Outputs(Partials):
         self.no_outputs = why
         self.outputs.clear()
         self.seqs.forget_rows()
-        self.kept_logits = []
-        self.kept_embeddings = []
+        if self.kept_logits:
+            self.kept_logits = []
+            self.kept_embeddings = []
         self.part_start = 0
         self.from_encoder = False
 

@@ -96,7 +96,7 @@ cdef class Rows:
     """The columns of a batch in one block of memory."""
 
     cdef Py_ssize_t n, room, width
-    cdef object block  # memory of the columns, read-only to the outside
+    cdef object block  # an array, the memory of the columns
     cdef int32_t* tokens
     cdef int32_t* positions
     cdef int32_t* counts
@@ -137,7 +137,7 @@ cdef class Rows:
         self.counts = self.positions + room
         self.seq_ids = seq_ids
         self.flags = <int8_t*>(seq_ids + room * width)
-        self.block = memoryview(block).toreadonly()
+        self.block = block
         self.room = room
         self.width = width
         return 0
@@ -280,7 +280,8 @@ cdef class Rows:
             nothing = np.empty(0, dtype)
             nothing.flags.writeable = False
             return nothing
-        return np.frombuffer(self.block, dtype, n, <const char*>data - <const char*>self.tokens)
+        block = memoryview(self.block).toreadonly()
+        return np.frombuffer(block, dtype, n, <const char*>data - <const char*>self.tokens)
 
     @property
     def token(self):

@@ -130,6 +130,8 @@ class TierLink:
         if self._tier_seconds is None and not self.evaluation.is_learned:
             wait = max(wait, _FIRST_WAIT)
         is_awaited = self._tier_seconds is not None or loading <= wait
+        if self._tier_seconds is None and not self.tiers.is_measured:
+            wait /= 2  # the store may be far slower than thought
         if not is_awaited:
             self._n_skipped += 1
             if self._n_skipped % _TRY_EVERY:

@@ -62,11 +62,14 @@ class TierSpeed:
     def __init__(self, per_request: float, per_byte: float) -> None:
         self._request = Rate(per_request, span=8)
         self._byte = Rate(per_byte, span=16 << 20, n=1 << 20)
+        #: Whether any read was timed.
+        self.is_measured = False
 
     def note(self, n_bytes: int, seconds: float) -> None:
         """Add the time of a request that read n_bytes, or of a search if that is 0."""
         if n_bytes:
             self._byte.note(n_bytes, seconds)
+            self.is_measured = True
         else:
             self._request.note(1, seconds)
 

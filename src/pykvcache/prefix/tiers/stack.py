@@ -62,6 +62,11 @@ class Tiers:
         """Return the estimated seconds to read n_bytes from the fastest tier."""
         return min(tier.speed.seconds(n_bytes) for tier in self.tiers)
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether reads of all tiers were timed."""
+        return all(tier.speed.is_measured for tier in self.tiers)
+
     def write(self, prompt: NamedPrompt, records: Sequence[Record]) -> None:
         """Queue the records that a tier is not known to have, in the order of their importance.
 

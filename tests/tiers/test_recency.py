@@ -52,6 +52,7 @@ def test_a_popular_prompt_stays_in_a_tier_that_is_full(
     store = MemoryStore(room)
     with PrefixCache(ctx, block_size=SIZE, tiers=[store], ram_bytes=ram, **WAIT) as cache:
         for i in range(40):
+            assert i % 5 or cache.flush(60)  # written, before it is read again
             with cache.sequence(words(10 + i, 41) if i % 5 else POPULAR) as sequence:
                 sequence.evaluate()
                 if i and not i % 5:

@@ -81,9 +81,6 @@ def _fill(cells: SequenceCells, state: SequenceState, *, convert: bool) -> None:
         )
     pending = _pending(state, ctx.model.n_vocab)
     shifted_at, activated_at = _place(state, SHIFTED), _place(state, ACTIVATED)
-    is_known = is_base or activated_at is not None
-    if is_base or activated_at is None:
-        activated_at = -1
     wrong = tokens[(tokens < 0) | (tokens >= ctx.model.n_vocab)]
     if len(wrong):
         raise StateDamaged(
@@ -99,16 +96,19 @@ def _fill(cells: SequenceCells, state: SequenceState, *, convert: bool) -> None:
             value=state.first,
             limit=0,
         )
+    if activated_at is None and not is_base:
+        # `LlamaContext` saved it: which adapters computed which tokens is unknown, so none count.
+        ledger.append(tokens)
+        ledger.append(pending)
+        return
     seq_id = cells.attach()
     cells.with_room(lambda: ctx.restore_sequence(state, seq_id, convert=convert))
     ledger.append(tokens)
     ledger.append(pending)
     ledger.holds(len(tokens))
-    ledger.shifted_at, ledger.activated_at = shifted_at, activated_at
+    ledger.shifted_at = shifted_at
+    ledger.activated_at = -1 if is_base or activated_at is None else activated_at
     ledger.settle()
-    if not is_known:
-        cells.release()  # `LlamaContext` saved it: with which adapters is unknown
-        return
     cells.note()
     cells.checkpoint()
 

@@ -100,11 +100,7 @@ class Writer:
     def offer(self, chain: Chain) -> None:
         """Queue as many records of a chain as fit."""
         with self._changed:
-            if (
-                self._thread is None
-                and not self._is_closed
-                and (chain.items or chain.uses or chain.removes)
-            ):
+            if self._thread is None and not self._is_closed:
                 name = "pykvcache-write-behind"
                 thread = threading.Thread(target=self._work, name=name, daemon=True)
                 thread.start()

@@ -1,4 +1,4 @@
-"""Connects a cache to its tiers: searches, stores what was loaded, and queues writes."""
+"""Connects a cache to its tiers: searches, stores loaded cells, and queues writes."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ cdef class Outputs(Partials):
                 f"sequence {seq} was not in the last decode", what="sequence", value=seq)
         if not self.seqs.rows_are_whole(seq):
             raise OutOfRangeError(
-                f"the embeddings of sequence {seq} are gone: it no longer holds what was decoded",
+                f"the embeddings of sequence {seq} are gone: it no longer holds the decoded tokens",
                 what="sequence", value=seq)
         self.check_finite(row, n, False, seq, 0)
         return self.copy_row(row, n)

@@ -38,7 +38,7 @@ KNOWN, KNOWN_SECONDS = 1 << 15, 60.0
 _N_SAMPLES = 8
 
 # Initial estimates: seconds per request, and per byte. Optimistic: waiting in vain costs a request
-# a tenth of its evaluation, not reading costs it all.
+# a twentieth of its evaluation, not reading costs it all.
 _SPEED = {"disk": (5e-4, 1 / 1.5e9), "remote": (1e-3, 1 / 1e9)}
 
 

@@ -229,8 +229,19 @@ def is_empty(generator: BatchGenerator) -> bool:
 
 
 def test_a_stream_is_the_text_in_pieces(generator: BatchGenerator) -> None:
+    has_read, n_calls = threading.Event(), 0
+
+    def wait_for_reader(_ids: object, _logits: object) -> None:
+        nonlocal n_calls
+        n_calls += 1
+        assert n_calls < 20 or has_read.wait(60), "no piece before the text's end"
+
     right = generator.submit(TEXT, 24).wait().text
-    pieces = list(generator.submit(TEXT, 24).stream())
+    pieces = []
+    slow = Sampler(temperature=0, stages=[wait_for_reader])
+    for piece in generator.submit(TEXT, 24, sampler=slow).stream():
+        pieces.append(piece)
+        has_read.set()
     assert len(pieces) > 1
     assert "".join(pieces) == right
     stopped = generator.submit(TEXT, 24, stop=right[20:24])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, SupportsIndex, runtime_checkable
@@ -10,9 +11,9 @@ from typing import Any, Protocol, SupportsIndex, runtime_checkable
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from pykvcache.arrays._checks import MOST, as_float_dtype, as_int
-from pykvcache.arrays.ollama.batch import Batch
-from pykvcache.errors import CacheOrderError, ClosedError, KvCacheError, ReentryError
+from pykvcache.arrays._checks import MOST, as_float_dtype, as_int, as_ints
+from pykvcache.arrays.ollama.batch import Batch, as_copy, as_layer, as_place, as_range
+from pykvcache.errors import CacheOrderError, ClosedError, ReentryError
 
 __all__ = ["Cache", "CacheConfig", "OllamaCache"]
 
@@ -135,6 +136,8 @@ class Cache(Protocol):
             length, a sequence id is negative, or an index of `multimodal` is outside the batch.
         PositionError
             A position is negative or does not fit int32.
+        KvCacheFull
+            Too few cells are free.
         """
         ...
 
@@ -183,26 +186,45 @@ class Cache(Protocol):
             `seq` is negative.
         PositionError
             `begin` or `end` is negative, or `begin` is above `end`.
+        SharedCellsError
+            Another sequence shares a token after `end`.
+        NotSupported
+            Tokens follow `end` and cannot be moved.
         """
         ...
 
 
-class OllamaCache:
-    """A cache that is configured at most once, then set up, used and closed.
+class OllamaCache(ABC):
+    """Base class of the caches here: checks arguments and the order of calls.
 
-    A ``_check_*`` method raises the errors of the method of that name and changes nothing.
-    `WrapperCache` calls them for all its caches before changing any.
+    Subclasses implement the underscored methods, which get checked arguments. A ``_check_*``
+    method raises what the method of that name would raise, and changes nothing: `WrapperCache`
+    asks all its caches before it changes any.
     """
 
     def __init__(self) -> None:
         self._config: CacheConfig | None = None
         self._closed = False
         self._busy = False  # whether a callback is running within a call
+        self._max_batch = 0  # 0 unless set up
+        self._layer = 0
+        self._batch: Batch | None = None  # that of the current pass
+        self._reserve = False
 
     @property
     def config(self) -> CacheConfig | None:
         """The layout; None until ``set_config`` or ``init`` sets one."""
         return self._config
+
+    def __copy__(self) -> Any:
+        # A shallow copy would share arrays but not cell metadata.
+        return copy.deepcopy(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_idle()  # a copy would stay busy forever
+        return self.__dict__
+
+    # Life cycle -------------------------------------------------------------------------
 
     def set_config(self, config: CacheConfig) -> None:
         """Choose the layout; see `Cache.set_config`.
@@ -215,20 +237,6 @@ class OllamaCache:
         self._check_set_config(config)
         self._config = config
 
-    def __copy__(self) -> Any:
-        # A shallow copy would share arrays but not cell metadata.
-        return copy.deepcopy(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._check_idle()  # a copy would stay busy forever
-        return self.__dict__
-
-    def _check_idle(self) -> None:
-        """Raise `ReentryError` if a callback uses the cache within a call."""
-        if self._busy:
-            name = type(self).__name__
-            raise ReentryError(f"the {name} was called from within one of its own calls")
-
     def _check_set_config(self, config: CacheConfig) -> None:
         self._check_idle()
         if not isinstance(config, CacheConfig):
@@ -237,17 +245,131 @@ class OllamaCache:
             message = "config cannot be changed after being previously set"
             raise CacheOrderError(message, "config", config, self._config)
 
-    def _check_init(self, *sizes: Any) -> None: ...
+    def init(
+        self,
+        dtype: DTypeLike,
+        max_sequences: SupportsIndex,
+        capacity: SupportsIndex,
+        max_batch: SupportsIndex,
+    ) -> None:
+        """Set the cache up, empty; see `Cache.init`."""
+        kind = as_float_dtype(dtype)
+        sequences = as_int("max_sequences", max_sequences, minimum=1, maximum=MOST)
+        tokens = as_int("capacity", capacity, minimum=1, maximum=MOST)
+        batch = as_int("max_batch", max_batch, minimum=1, maximum=MOST)
+        self._check_idle()
+        self._init(kind, sequences, tokens, batch)
+        self._layer, self._batch, self._reserve = 0, None, False
+        self._max_batch, self._closed = batch, False
 
-    def _check_forward(self, batch: Batch, reserve: bool) -> None: ...
+    @abstractmethod
+    def _check_init(self, dtype: np.dtype[Any], sequences: int, tokens: int, batch: int) -> Any: ...
 
-    def _check_copy_prefix(self, src: int, dst: int, n: int) -> None: ...
+    @abstractmethod
+    def _init(self, dtype: np.dtype[Any], sequences: int, tokens: int, batch: int) -> None: ...
 
-    def _check_remove(self, seq: int, begin: int, end: int) -> None: ...
+    def close(self) -> None:
+        """Free the arrays; see `Cache.close`."""
+        self._check_idle()
+        self._free()
+        self._max_batch, self._batch, self._closed = 0, None, True
 
-    def _not_ready(self) -> KvCacheError:
-        """Return the error for use before ``init`` or after ``close``."""
+    @abstractmethod
+    def _free(self) -> None: ...
+
+    def _check_idle(self) -> None:
+        """Raise `ReentryError` if a callback uses the cache within a call."""
+        if self._busy:
+            name = type(self).__name__
+            raise ReentryError(f"the {name} was called from within one of its own calls")
+
+    def _ready(self) -> None:
+        """Raise unless the cache is set up and idle."""
+        if self._max_batch and not self._busy:
+            return
+        self._check_idle()
         name = type(self).__name__
         if self._closed:
-            return ClosedError(f"the {name} was closed", name)
-        return CacheOrderError(f"the {name} was not set up; call init first", "init", name)
+            raise ClosedError(f"the {name} was closed", name)
+        raise CacheOrderError(f"the {name} was not set up; call init first", "init", name)
+
+    def _started(self) -> Batch:
+        """Return the batch of the current pass."""
+        self._ready()
+        if self._batch is None:
+            raise CacheOrderError("no batch was started; call start_forward first", "start_forward")
+        return self._batch
+
+    # A forward pass ---------------------------------------------------------------------
+
+    def set_layer(self, layer: SupportsIndex) -> None:
+        """Set the layer for ``put`` and ``get``; see `Cache.set_layer`."""
+        index = as_layer(layer)
+        self._ready()
+        self._layer = index
+        self._set_layer(index)
+
+    @abstractmethod
+    def _set_layer(self, layer: int) -> None: ...
+
+    def start_forward(
+        self,
+        positions: Iterable[SupportsIndex],
+        sequences: Iterable[SupportsIndex],
+        reserve: bool = False,
+        multimodal: Iterable[SupportsIndex] = (),
+    ) -> None:
+        """Begin a forward pass; see `Cache.start_forward`."""
+        batch, reserve = Batch(positions, sequences, multimodal), bool(reserve)
+        self._ready()
+        self._begin(batch.check_size(self._max_batch), reserve)
+        self._batch, self._reserve = batch, reserve
+
+    def _check_forward(self, batch: Batch, reserve: bool) -> None:
+        self._ready()
+
+    @abstractmethod
+    def _begin(self, batch: Batch, reserve: bool) -> None: ...
+
+    def set_causal(self, except_: Iterable[SupportsIndex] = ()) -> None:
+        """Let some rows of the batch see later positions; see `Cache.set_causal`."""
+        rows = as_ints("except_", except_)
+        self._set_causal(self._started().rows("except_", rows).tolist())
+
+    @abstractmethod
+    def _set_causal(self, ahead: list[int]) -> None: ...
+
+    # Sequences --------------------------------------------------------------------------
+
+    def copy_prefix(self, src_seq: SupportsIndex, dst_seq: SupportsIndex, n: SupportsIndex) -> None:
+        """Replace `dst_seq` by a prefix of `src_seq`; see `Cache.copy_prefix`."""
+        src, dst, count = as_copy(src_seq, dst_seq, n)
+        self._copy(src, dst, count)
+
+    def _check_copy(self, src: int, dst: int, n: int) -> None:
+        self._ready()
+
+    @abstractmethod
+    def _copy(self, src: int, dst: int, n: int) -> None: ...
+
+    def can_resume(self, seq: SupportsIndex, pos: SupportsIndex) -> bool:
+        """Return whether `seq` can continue at `pos`; see `Cache.can_resume`."""
+        ident, position = as_place(seq, pos)
+        self._ready()
+        return self._can_resume(ident, position)
+
+    @abstractmethod
+    def _can_resume(self, seq: int, pos: int) -> bool: ...
+
+    def remove(
+        self, seq: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None = None
+    ) -> None:
+        """Remove tokens of a sequence and close the gap; see `Cache.remove`."""
+        ident, first, last = as_range(seq, begin, end)
+        self._remove(ident, first, last)
+
+    def _check_remove(self, seq: int, begin: int, end: int) -> Any:
+        self._ready()
+
+    @abstractmethod
+    def _remove(self, seq: int, begin: int, end: int) -> None: ...

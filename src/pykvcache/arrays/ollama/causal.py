@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
-from pykvcache.arrays._checks import MOST, as_float_dtype, as_int, as_ints, check_shape
-from pykvcache.arrays.ollama.batch import UNLIMITED, Batch, as_copy, as_layer, as_place, as_range
+from pykvcache.arrays._checks import MOST, as_int, check_shape
+from pykvcache.arrays.ollama.batch import UNLIMITED, Batch
 from pykvcache.arrays.ollama.cache import CacheConfig, OllamaCache
-from pykvcache.arrays.ollama.cells import CellTable
+from pykvcache.arrays.ollama.cells import CellTable, Cut
 from pykvcache.arrays.ollama.layers import Layer, LayerStore, ShiftFn
 from pykvcache.arrays.ollama.mask import batch_mask
 from pykvcache.errors import CacheOrderError, CacheValueError
 
 __all__ = ["CausalCache", "ChunkedAttentionCache", "SWACache", "SWAMemCache"]
-
-
-class _Setup(NamedTuple):
-    """The setup made by ``init``; `memory` is the number of tokens that the window keeps."""
-
-    cells: CellTable
-    store: LayerStore
-    config: CacheConfig
-    memory: int
-    max_batch: int
-
-
-class _Pass(NamedTuple):
-    """A forward pass: its batch, its cells, its history and the mask.
-
-    Rows in `ahead` also see later positions.
-    """
-
-    batch: Batch
-    reserve: bool
-    slot: slice
-    history: slice
-    ahead: frozenset[int]
-    mask: NDArray[Any]
 
 
 class _SharedFunction:
@@ -86,6 +61,22 @@ class CausalCache(OllamaCache):
     ------
     TypeError
         `shift_fn` is not callable.
+
+    Notes
+    -----
+    ``init`` reserves ``max_sequences * capacity`` cells, or with a sliding window ``max_sequences *
+    memory + max_batch``, rounded up to the padding. More sequences, with any ids, may share them.
+
+    ``start_forward`` gives the batch the first sufficient run of free cells. If no run is long
+    enough but enough cells are free, it defragments them first. `multimodal` has no effect.
+
+    ``can_resume`` returns whether everything that the token attends to is still stored: always
+    without a sliding window, even for unknown sequences.
+
+    ``remove`` from the middle decreases later positions and rotates their keys to match, at most
+    `max_batch` cells at once. It refuses if the next token would attend to tokens that the sliding
+    window has dropped (Ollama does not check). All keys are computed before any is stored, which
+    needs memory for all shifted keys.
     """
 
     # Set by subclasses, in tokens; UNLIMITED and 0 mean no limit.
@@ -97,49 +88,30 @@ class CausalCache(OllamaCache):
         super().__init__()
         if shift_fn is not None and not callable(shift_fn):
             raise TypeError(f"shift_fn must be callable, not {type(shift_fn).__name__}")
-        self._shared = _SharedFunction(shift_fn)
-        self._slot = slice(0)  # the batch's cells
-        self._reset()
+        self._shift_fn = _SharedFunction(shift_fn)
+        self._free()
 
     # Life cycle -------------------------------------------------------------------------
 
-    def _reset(self) -> None:
-        """Forget the arrays and the batch."""
-        self._setup: _Setup | None = None
-        self._pass: _Pass | None = None
-        self._active: Layer | None = None  # for the fast path of `put`; None before it has arrays
+    def _free(self) -> None:
+        self._set_up(0, np.dtype(np.float32), UNLIMITED)
 
-    def init(
-        self,
-        dtype: DTypeLike,
-        max_sequences: SupportsIndex,
-        capacity: SupportsIndex,
-        max_batch: SupportsIndex,
-    ) -> None:
-        """Set the cache up, empty; see `Cache.init`.
+    def _set_up(self, n_cells: int, dtype: np.dtype[Any], memory: int) -> None:
+        """Forget everything; layers get arrays with their first ``put``."""
+        config = self._config or CacheConfig()
+        self._cells, self._memory = CellTable(n_cells), memory
+        self._store = LayerStore(n_cells, dtype, config.permuted_v)
+        self._active: Layer | None = None  # None before the active layer has arrays
+        # Cells of the batch and of its history, rows that see later positions, and the mask.
+        self._slot = self._history = slice(0)
+        self._ahead: list[int] = []
+        self._mask = np.empty((0, 0), np.float32)
 
-        The cache has ``max_sequences * capacity`` cells, or with a sliding window
-        ``max_sequences * memory + max_batch``, rounded up to the padding. `max_sequences` only
-        sizes the cache: more sequences, with any ids, may share the cells. A memory smaller than
-        the window raises ``CacheValueError``.
-        """
-        setup = self._sized(dtype, max_sequences, capacity, max_batch)
-        self._reset()
-        self._setup, self._config, self._closed = setup, setup.config, False
-
-    def _sized(
-        self,
-        dtype: DTypeLike,
-        max_sequences: SupportsIndex,
-        capacity: SupportsIndex,
-        max_batch: SupportsIndex,
-    ) -> _Setup:
-        """Return an empty setup; cheap, because layers get arrays with their first ``put``."""
-        config, kind = self._config or CacheConfig(), as_float_dtype(dtype)
-        sequences = as_int("max_sequences", max_sequences, minimum=1, maximum=MOST)
-        tokens = as_int("capacity", capacity, minimum=1, maximum=MOST)
-        batch = as_int("max_batch", max_batch, minimum=1, maximum=MOST)
-        self._check_idle()
+    def _check_init(
+        self, dtype: np.dtype[Any], sequences: int, tokens: int, batch: int
+    ) -> tuple[int, int]:
+        """Return the number of cells, and how many tokens the window keeps."""
+        config = self._config or CacheConfig()
         memory = _effective_memory(self._window, self._window_memory, sequences, tokens)
         n_cells = sequences * tokens if memory == UNLIMITED else sequences * memory + batch
         n_cells = _round_up(n_cells, config.cache_padding)
@@ -151,100 +123,61 @@ class CausalCache(OllamaCache):
             raise CacheValueError(message, "cells", n_cells, MOST)
         rows = _round_up(batch, config.mask_batch_padding)
         check_shape("the largest mask", (rows, n_cells), config.mask_dtype)
-        store = LayerStore(n_cells, kind, config.permuted_v)
-        return _Setup(CellTable(n_cells), store, config, memory, batch)
+        return n_cells, memory
+
+    def _init(self, dtype: np.dtype[Any], sequences: int, tokens: int, batch: int) -> None:
+        n_cells, memory = self._check_init(dtype, sequences, tokens, batch)
+        self._config = self._config or CacheConfig()
+        self._set_up(n_cells, dtype, memory)
 
     @property
     def dtype(self) -> np.dtype[Any] | None:
         """Dtype of the stored K and V; None while the cache is not set up."""
-        return None if self._setup is None else self._setup.store.dtype
-
-    def close(self) -> None:
-        """Free the arrays; see `Cache.close`."""
-        self._check_idle()
-        self._reset()
-        self._closed = True
-
-    def _ready(self) -> _Setup:
-        self._check_idle()
-        if self._setup is None:
-            raise self._not_ready()
-        return self._setup
+        return self._store.dtype if self._max_batch else None
 
     # A forward pass ---------------------------------------------------------------------
 
-    def set_layer(self, layer: SupportsIndex) -> None:
-        """Set the layer for ``put`` and ``get``; see `Cache.set_layer`."""
-        index = as_layer(layer)
-        self._active = self._ready().store.select(index)
-        self._expect_batch()
+    def _set_layer(self, layer: int) -> None:
+        self._active = active = self._store.layers.get(layer)
+        if active is not None:
+            batch = self._batch
+            active.expect(None if batch is None or self._reserve else len(batch))
 
-    def _expect_batch(self) -> None:
-        """Enable the fast path of `put` for this pass."""
-        if self._active is not None:
-            now = self._pass
-            self._active.expect(None if now is None or now.reserve else len(now.batch))
-
-    def start_forward(
-        self,
-        positions: Iterable[SupportsIndex],
-        sequences: Iterable[SupportsIndex],
-        reserve: bool = False,
-        multimodal: Iterable[SupportsIndex] = (),
-    ) -> None:
-        """Move the window, find cells for the batch and build its mask; see `Cache`.
-
-        The batch gets the first sufficient run of free cells. If no run is long enough but
-        enough cells are free, the cells are defragmented first. `multimodal` has no effect.
-
-        Raises
-        ------
-        KvCacheFull
-            Too few cells are free.
-        CacheValueError, PositionError
-            See `Cache.start_forward`.
-        """
-        batch = Batch(positions, sequences, multimodal)
-        self._begin(batch.check_size(self._ready().max_batch), bool(reserve))
+    def _check_forward(self, batch: Batch, reserve: bool) -> None:
+        self._ready()
+        if not reserve:
+            self._cells.find_room(batch, self._memory)
 
     def _begin(self, batch: Batch, reserve: bool) -> None:
-        setup, n = self._ready(), len(batch)
-        cells, start, low, high = setup.cells, 0, 0, setup.cells.size - 1
+        cells, start, low, high = self._cells, 0, 0, self._cells.size - 1
         if not reserve:
-            room = cells.find_room(batch, setup.memory)
+            room = cells.find_room(batch, self._memory)
             cells.expire(room)
             if room.start is None:
-                setup.store.move(*cells.compact())
+                self._store.move(*cells.compact())
                 start = cells.in_use  # the free cells follow those in use
             else:
                 start = room.start
-            low, high = cells.needed(batch, self._window, setup.memory)
+            low, high = cells.needed(batch, self._window, self._memory)
             cells.claim(start, batch)
-            low, high = min(low, start), max(high, start + n - 1)
-        padding = setup.config.cache_padding
-        history = slice(low // padding * padding, _round_up(high + 1, padding))
-        mask = self._mask(setup, batch, history, frozenset())
-        self._slot = slice(start, start + n)
-        self._pass = _Pass(batch, reserve, self._slot, history, frozenset(), mask)
-        self._expect_batch()
+            low, high = min(low, start), max(high, start + len(batch) - 1)
+        padding = (self._config or CacheConfig()).cache_padding
+        self._history = slice(low // padding * padding, _round_up(high + 1, padding))
+        self._slot = slice(start, start + len(batch))
+        self._build_mask(batch, [])
+        if self._active is not None:
+            self._active.expect(None if reserve else len(batch))
 
-    def _mask(
-        self, setup: _Setup, batch: Batch, history: slice, ahead: frozenset[int]
-    ) -> NDArray[Any]:
-        how = history, ahead, self._window, self._chunk, setup.config
-        return batch_mask(setup.cells, batch, *how)
+    def _build_mask(self, batch: Batch, ahead: list[int]) -> None:
+        config = self._config or CacheConfig()
+        sight = ahead, self._window, self._chunk
+        self._mask = batch_mask(self._cells, batch, self._history, *sight, config)
+        self._ahead = ahead
 
-    def set_causal(self, except_: Iterable[SupportsIndex] = ()) -> None:
-        """Let some rows of the batch see later positions; see `Cache.set_causal`.
-
-        The mask is rebuilt only if `except_` has changed.
-        """
-        rows = as_ints("except_", except_)
-        setup, now = self._ready(), self._started()
-        ahead = frozenset(now.batch.rows("except_", rows).tolist())
-        if ahead != now.ahead:
-            mask = self._mask(setup, now.batch, now.history, ahead)
-            self._pass = now._replace(ahead=ahead, mask=mask)
+    def _set_causal(self, ahead: list[int]) -> None:
+        ahead = sorted({*ahead})
+        if ahead != self._ahead and self._batch is not None:
+            self._build_mask(self._batch, ahead)
 
     def put(self, key: NDArray[Any], value: NDArray[Any]) -> None:
         """Store K and V of the batch in the active layer.
@@ -282,13 +215,9 @@ class CausalCache(OllamaCache):
             layer.keys[slot] = key
             layer.values[slot] = value
             return
-        setup, now = self._ready(), self._started()
-        self._active = setup.store.put(key, value, len(now.batch), now.slot, now.reserve)
-
-    def _started(self) -> _Pass:
-        if self._pass is None:
-            raise CacheOrderError("no batch was started; call start_forward first", "start_forward")
-        return self._pass
+        batch = self._started()
+        place = None if self._reserve else self._slot
+        self._active = self._store.put(self._layer, key, value, len(batch), place)
 
     def get(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """Return the history of the batch in the active layer, and its mask.
@@ -306,93 +235,56 @@ class CausalCache(OllamaCache):
         CacheOrderError
             No batch was started, or this layer has no arrays yet.
         """
-        self._ready()
-        now, layer = self._started(), self._active
+        self._started()
+        layer, history = self._active, self._history
         if layer is None:
             raise CacheOrderError("nothing was put in this layer yet", "put")
         if layer.permuted:
-            return layer.keys_out[now.history], layer.values_out[..., now.history], now.mask
-        return layer.keys_out[now.history], layer.values_out[now.history], now.mask
+            return layer.keys_out[history], layer.values_out[..., history], self._mask
+        return layer.keys_out[history], layer.values_out[history], self._mask
 
     # Sequences --------------------------------------------------------------------------
 
-    def copy_prefix(self, src_seq: SupportsIndex, dst_seq: SupportsIndex, n: SupportsIndex) -> None:
-        """Share the tokens of `src_seq` below position `n` with `dst_seq`, without a copy."""
-        src, dst, count = as_copy(src_seq, dst_seq, n)
-        cells = self._ready().cells
+    def _check_copy(self, src: int, dst: int, n: int) -> None:
+        self._ready()
         if src == dst:
-            self.remove(src, count)
+            self._check_remove(src, n, UNLIMITED)
+
+    def _copy(self, src: int, dst: int, n: int) -> None:
+        if src == dst:
+            self._remove(src, n, UNLIMITED)
         else:
-            cells.share(src, dst, count)
+            self._ready()
+            self._cells.share(src, dst, n)
 
-    def can_resume(self, seq: SupportsIndex, pos: SupportsIndex) -> bool:
-        """Return whether everything that a token at `pos` attends to is still stored.
-
-        Always true without a sliding window, even for unknown sequences.
-        """
-        ident, position = as_place(seq, pos)
-        setup = self._ready()
-        row = setup.cells.row(ident)
-        if setup.memory == UNLIMITED:
+    def _can_resume(self, seq: int, pos: int) -> bool:
+        if self._memory == UNLIMITED:
             return True
-        first, last = int(setup.cells.first[row]), int(setup.cells.last[row])
-        return last >= 0 and max(0, position - self._window) >= first and position <= last + 1
+        row = self._cells.row(seq)
+        first, last = int(self._cells.first[row]), int(self._cells.last[row])
+        return last >= 0 and max(0, pos - self._window) >= first and pos <= last + 1
 
-    def remove(
-        self, seq: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None = None
-    ) -> None:
-        """Remove tokens of a sequence; see `Cache.remove`.
+    def _check_remove(self, seq: int, begin: int, end: int) -> Cut | None:
+        """Return the cells to remove; None if there are none."""
+        self._ready()
+        cut = self._cells.cut(seq, begin, end)
+        if cut is not None:
+            self._cells.check_shift(cut, self._window, self._shift_fn.function is not None)
+        return cut
 
-        Positions after `end` decrease by ``end - begin``, and `shift_fn` rotates their keys to
-        match, at most `max_batch` cells at once. All keys are computed before any is stored,
-        which needs memory for all shifted keys.
-
-        Raises
-        ------
-        SharedCellsError
-            Another sequence shares a token after `end`.
-        NotSupported
-            Tokens follow `end` but `shift_fn` is missing, or the sliding window would cover
-            tokens that it has dropped (Ollama does not check).
-        CacheValueError, PositionError
-            See `Cache.remove`.
-        """
-        ident, first, last = as_range(seq, begin, end)
-        setup, shift_fn = self._ready(), self._shared.function
-        cut = setup.cells.cut(ident, first, last)
+    def _remove(self, seq: int, begin: int, end: int) -> None:
+        cut, shift_fn = self._check_remove(seq, begin, end), self._shift_fn.function
         if cut is None:
             return
-        setup.cells.check_shift(cut, self._window, shift_fn is not None)
         if shift_fn is not None and cut.later.any():
             if self._active is not None:
                 self._active.expect(None)  # the fast path of `put` would not see `_busy`
             self._busy = True
             try:
-                setup.store.shift(shift_fn, cut, setup.max_batch)
+                self._store.shift(shift_fn, cut, self._max_batch)
             finally:
                 self._busy = False
-        setup.cells.take(ident, cut)
-
-    # Checks for WrapperCache -------------------------------------------------------------
-
-    def _check_init(self, *sizes: Any) -> None:
-        self._sized(*sizes)
-
-    def _check_forward(self, batch: Batch, reserve: bool) -> None:
-        setup = self._ready()
-        if not reserve:
-            setup.cells.find_room(batch, setup.memory)
-
-    def _check_remove(self, seq: int, begin: int, end: int) -> None:
-        cells = self._ready().cells
-        cut = cells.cut(seq, begin, end)
-        if cut is not None:
-            cells.check_shift(cut, self._window, self._shared.function is not None)
-
-    def _check_copy_prefix(self, src: int, dst: int, n: int) -> None:
-        self._ready()
-        if src == dst:
-            self._check_remove(src, n, UNLIMITED)
+        self._cells.take(seq, cut)
 
 
 class SWAMemCache(CausalCache):

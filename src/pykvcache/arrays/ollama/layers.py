@@ -85,16 +85,10 @@ class LayerStore:
     def __init__(self, n_cells: int, dtype: np.dtype[Any], permuted: bool) -> None:
         self.layers: dict[int, Layer] = {}
         self.dtype = dtype
-        self._index = 0
         self._n_cells, self._permuted = n_cells, permuted
 
-    def select(self, index: int) -> Layer | None:
-        """Set the active layer; return it if it has arrays."""
-        self._index = index
-        return self.layers.get(index)
-
-    def put(self, key: Any, value: Any, n_tokens: int, slot: slice, reserve: bool) -> Layer:
-        """Check and store K and V of a batch in the active layer, and return the layer."""
+    def put(self, index: int, key: Any, value: Any, n_tokens: int, slot: slice | None) -> Layer:
+        """Check K and V of a batch, store them unless `slot` is None, and return the layer."""
         key, value = as_storable("key", key, self.dtype), as_storable("value", value, self.dtype)
         for name, array in (("key", key), ("value", value)):
             if array.ndim != 3:
@@ -104,27 +98,27 @@ class LayerStore:
                 raise CacheValueError(message, name, array.shape, 3)
             if len(array) != n_tokens:
                 message = (
-                    f"inconsistent batch sizes (layer: {self._index}, batch size: {n_tokens}, "
+                    f"inconsistent batch sizes (layer: {index}, batch size: {n_tokens}, "
                     f"layer batch size: {len(array)})"
                 )
-                what = f"tokens of {name} in layer {self._index}"
+                what = f"tokens of {name} in layer {index}"
                 raise CacheValueError(message, what, len(array), n_tokens)
         heads, value_heads = key.shape[1], value.shape[1]
         if heads != value_heads:
             message = f"key has {heads} heads, but value {value_heads}"
             raise CacheValueError(message, "heads of value", value_heads, heads)
-        layer = self.layers.get(self._index)
+        layer = self.layers.get(index)
         if layer is None:
             layer = Layer.of_zeros(self._n_cells, key, value, self.dtype, self._permuted)
         for name, array, stored in (("key", key, layer.keys), ("value", value, layer.values)):
             if array.shape[1:] != stored.shape[1:]:
                 message = (
-                    f"{name} has shape {array.shape}; layer {self._index} holds "
+                    f"{name} has shape {array.shape}; layer {index} holds "
                     f"{stored.shape[1:]} per token"
                 )
-                what = f"{name} of layer {self._index}"
+                what = f"{name} of layer {index}"
                 raise CacheValueError(message, what, array.shape, stored.shape[1:])
-        if not reserve:
+        if slot is not None:
             key, value = converted(key, self.dtype), converted(value, self.dtype)
             # `value` may be a view of the keys, which are written first.
             if np.may_share_memory(value, layer.keys):
@@ -132,7 +126,7 @@ class LayerStore:
             layer.keys[slot] = key
             layer.values[slot] = value
             layer.expect(n_tokens)
-        self.layers[self._index] = layer
+        self.layers[index] = layer
         return layer
 
     def move(self, dst: NDArray[np.intp], src: NDArray[np.intp]) -> None:

@@ -18,7 +18,7 @@ def batch_mask(
     cells: CellTable,
     batch: Batch,
     history: slice,
-    ahead: frozenset[int],
+    ahead: list[int],
     window: int,
     chunk: int,
     config: CacheConfig,
@@ -27,7 +27,7 @@ def batch_mask(
 
     Parameters
     ----------
-    ahead : set of int
+    ahead : list of int
         Batch rows that also see later positions.
     window, chunk : int
         Number of earlier positions that a row sees, and the chunk size; 0 for no chunks.
@@ -42,7 +42,7 @@ def batch_mask(
         oldest = np.maximum(oldest, batch.positions // chunk * chunk)
     if ahead:
         newest = newest.copy()
-        newest[sorted(ahead)] = UNLIMITED
+        newest[ahead] = UNLIMITED
     member, pos = cells.member[:, history], cells.pos[history]
     padding = config.mask_batch_padding
     dtype = np.dtype(config.mask_dtype)

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from pykvcache.arrays._checks import MOST, as_float_dtype, as_int, as_storable, check_shape
-from pykvcache.arrays.ollama.batch import Batch, as_copy, as_layer, as_place, as_range
+from pykvcache.arrays.ollama.batch import Batch, as_place, as_range
 from pykvcache.arrays.ollama.causal import CausalCache
+from pykvcache.arrays.ollama.cells import Cut
 from pykvcache.arrays.ollama.layers import ShiftFn
 from pykvcache.errors import CacheValueError, NotSupported, shown
 
@@ -163,7 +164,8 @@ class RecurrentCache(CausalCache):
     state still contains the effect of the removed tokens.
 
     A sequence continues only where its state and its K and V end: ``start_forward`` raises
-    `NotSupported` for other positions, and if the two ends differ.
+    `NotSupported` for other positions, and if the two ends differ. ``copy_prefix`` shares the whole
+    state and all checkpoints, so that after a copy of less than all, `dst_seq` must restore one.
 
     Parameters
     ----------
@@ -197,19 +199,12 @@ class RecurrentCache(CausalCache):
         self._min_pos = as_int("checkpoint_min_pos", checkpoint_min_pos, minimum=0)
         self._interval = as_int("checkpoint_interval", checkpoint_interval, minimum=0)
 
-    def _reset(self) -> None:
-        super()._reset()
+    def _set_up(self, n_cells: int, dtype: np.dtype[Any], memory: int) -> None:
+        super()._set_up(n_cells, dtype, memory)
         self._states: dict[int, _State] = {}
         # Slots in the rings: of prepared restores, and of the current batch's checkpoints.
         self._pending: dict[int, int] = {}
         self._places: dict[int, int] = {}
-        self._state_layer = 0
-
-    def set_layer(self, layer: SupportsIndex) -> None:
-        """Set the layer, also for states; see `CausalCache.set_layer`."""
-        index = as_layer(layer)
-        super().set_layer(index)
-        self._state_layer = index
 
     @property
     def batch_sequences(self) -> list[int]:
@@ -220,8 +215,7 @@ class RecurrentCache(CausalCache):
         CacheOrderError
             No batch was started.
         """
-        self._ready()
-        return list(self._started().batch.ids)
+        return list(self._started().ids)
 
     def _begin(self, batch: Batch, reserve: bool) -> None:
         self._check_forward(batch, reserve)
@@ -244,8 +238,7 @@ class RecurrentCache(CausalCache):
 
     def _length(self, seq: int) -> int:
         """Return the position after a sequence's last K and V."""
-        cells = self._ready().cells
-        return int(cells.last[cells.row(seq)]) + 1
+        return int(self._cells.last[self._cells.row(seq)]) + 1
 
     def get_state(
         self, name: str, shape: tuple[SupportsIndex, ...], dtype: DTypeLike = np.float32
@@ -266,7 +259,7 @@ class RecurrentCache(CausalCache):
         """
         one = tuple(as_int(f"shape[{i}]", n, minimum=0) for i, n in enumerate(shape))
         kind, ids = as_float_dtype(dtype), self.batch_sequences
-        key, what = (self._state_layer, name), f"state {shown(name)}"
+        key, what = (self._layer, name), f"state {shown(name)}"
         out = np.zeros(check_shape(what, (len(ids), *one), kind), kind)
         for row, seq in zip(out, ids, strict=True):
             stored = self._states[seq].arrays.get(key) if seq in self._states else None
@@ -295,12 +288,12 @@ class RecurrentCache(CausalCache):
             `value` is not an array of real numbers.
         """
         rows = as_storable("value", value)
-        key, ids = (self._state_layer, name), self.batch_sequences
+        key, ids = (self._layer, name), self.batch_sequences
         if rows.ndim < 1 or len(rows) != len(ids):
             what = f"state {shown(name)}"
             message = f"{what} has shape {rows.shape}; {len(ids)} rows are needed"
             raise CacheValueError(message, what, rows.shape, len(ids))
-        if self._started().reserve:
+        if self._reserve:
             return
         for row, seq in zip(rows, ids, strict=True):
             state, place, array = self._own_state(seq), self._places.get(seq, -1), np.array(row)
@@ -318,6 +311,7 @@ class RecurrentCache(CausalCache):
             the one after the highest checkpoint below `pos`.
         """
         ident, target = as_place(seq, pos)
+        self._ready()
         length, state = self._length(ident), self._states.get(ident)
         self._pending.pop(ident, None)
         if state is None or target == 0:
@@ -331,56 +325,37 @@ class RecurrentCache(CausalCache):
         self._pending[ident] = place
         return state.ring.at(place)[0] + 1
 
-    def can_resume(self, seq: SupportsIndex, pos: SupportsIndex) -> bool:
-        """Return whether the state or a checkpoint allows continuing at `pos`."""
-        ident, position = as_place(seq, pos)
-        if not super().can_resume(ident, position):
+    def _can_resume(self, seq: int, pos: int) -> bool:
+        if not super()._can_resume(seq, pos):
             return False
-        length, state = self._length(ident), self._states.get(ident)
-        if position == 0 or state is None or position > length:
-            return position == 0
-        return state.pos == position == length or position - 1 in state.ring.positions
+        length, state = self._length(seq), self._states.get(seq)
+        if pos == 0 or state is None or pos > length:
+            return pos == 0
+        return state.pos == pos == length or pos - 1 in state.ring.positions
 
-    def copy_prefix(self, src_seq: SupportsIndex, dst_seq: SupportsIndex, n: SupportsIndex) -> None:
-        """Share a prefix, and the whole state and checkpoints of `src_seq`.
-
-        Unless the prefix is all of `src_seq`, `dst_seq` must restore a checkpoint first.
-        """
-        src, dst, count = as_copy(src_seq, dst_seq, n)
-        super().copy_prefix(src, dst, count)
+    def _copy(self, src: int, dst: int, n: int) -> None:
+        super()._copy(src, dst, n)
         if src != dst:
             self._pending.pop(dst, None)
             self._states.pop(dst, None)
-            if count and src in self._states:
+            if n and src in self._states:
                 self._states[dst] = self._states[src].copy()
 
-    def remove(
-        self, seq: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None = None
-    ) -> None:
-        """Remove tokens, and restore the state that ``prepare_restore`` chose.
-
-        Raises
-        ------
-        NotSupported
-            The remaining tokens would end before the state, without a prepared and complete
-            checkpoint there.
-        """
-        ident, first, last = as_range(seq, begin, end)
-        self._check_remove(ident, first, last)
-        stop = min(last, self._length(ident))
-        super().remove(ident, first, last)
-        state = self._states.get(ident)
-        if state is None or first == last or first >= state.pos:
+    def _remove(self, seq: int, begin: int, end: int) -> None:
+        stop = min(end, self._length(seq))
+        super()._remove(seq, begin, end)
+        state = self._states.get(seq)
+        if state is None or begin == end or begin >= state.pos:
             return
-        if last >= state.pos and first:
-            state.go_back(self._pending.pop(ident))
-        elif last >= state.pos:
-            self._pending.pop(ident, None)
-            del self._states[ident]
-        elif first < stop:
-            self._pending.pop(ident, None)
-            state.ring.shift_range(first, stop)
-            state.pos -= stop - first
+        if end >= state.pos and begin:
+            state.go_back(self._pending.pop(seq))
+        elif end >= state.pos:
+            self._pending.pop(seq, None)
+            del self._states[seq]
+        elif begin < stop:
+            self._pending.pop(seq, None)
+            state.ring.shift_range(begin, stop)
+            state.pos -= stop - begin
 
     def _check_forward(self, batch: Batch, reserve: bool) -> None:
         super()._check_forward(batch, reserve)
@@ -402,11 +377,10 @@ class RecurrentCache(CausalCache):
                 )
                 raise NotSupported(message, f"state of sequence {seq}", pos, length)
 
-    def _check_remove(self, seq: int, begin: int, end: int) -> None:
-        super()._check_remove(seq, begin, end)
-        state = self._states.get(seq)
+    def _check_remove(self, seq: int, begin: int, end: int) -> Cut | None:
+        cut, state = super()._check_remove(seq, begin, end), self._states.get(seq)
         if state is None or not 0 < begin < state.pos <= end:
-            return
+            return cut
         place = self._pending.get(seq)
         empty: tuple[int, Mapping[Hashable, NDArray[Any]]] = (-1, {})
         pos, arrays = empty if place is None else state.ring.at(place)
@@ -416,3 +390,4 @@ class RecurrentCache(CausalCache):
                 f"to {begin} without a complete checkpoint there; see prepare_restore"
             )
             raise NotSupported(message, f"position of sequence {seq}", begin, state.pos)
+        return cut

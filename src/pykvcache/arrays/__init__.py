@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pykvcache.arrays.flat import FlatKVCache
 from pykvcache.arrays.mlx.arrays_cache import ArraysCache, MambaCache
+from pykvcache.arrays.mlx.base import create_attention_mask
 from pykvcache.arrays.mlx.cache_list import CacheList
 from pykvcache.arrays.mlx.kinds import KvCacheKind, from_state
 from pykvcache.arrays.mlx.kv_cache import (
@@ -13,7 +14,7 @@ from pykvcache.arrays.mlx.kv_cache import (
     KVCache,
 )
 from pykvcache.arrays.mlx.lru import LRUPromptCache
-from pykvcache.arrays.mlx.masks import create_attention_mask, create_causal_mask
+from pykvcache.arrays.mlx.masks import create_causal_mask
 from pykvcache.arrays.mlx.prompt_cache import (
     ROTATING_DEFAULT_KEEP,
     PromptCacheConfig,

@@ -1,4 +1,4 @@
-"""The interface of mlx-lm's caches, and helpers that parse their states."""
+"""The interface of mlx-lm's caches, the base of those with a history, and parsing of states."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int, check_size
+from pykvcache.arrays.mlx.masks import Mask, create_causal_mask
 from pykvcache.arrays.mlx.rows import LARGEST, LARGEST_SIZE
 from pykvcache.arrays.mlx.token_pair import TokenPair
-from pykvcache.errors import CacheValueError, NotSupported, shown
+from pykvcache.errors import CacheDTypeError, CacheValueError, NotSupported, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Arrays",
     "BaseCache",
-    "Mask",
+    "PairCache",
     "as_caches",
+    "create_attention_mask",
     "meta_ints",
     "restored_on_error",
     "state_pair",
@@ -33,8 +35,6 @@ _SIZES = ("max_size", "keep", "chunk_size", "group_size")
 
 #: Keys and values.
 Arrays: TypeAlias = tuple[NDArray[Any], NDArray[Any]]
-#: None: all visible; ``"causal"``; or a boolean array (True = visible).
-Mask: TypeAlias = NDArray[np.bool_] | Literal["causal"] | None
 
 
 class BaseCache(ABC):
@@ -162,6 +162,85 @@ class BaseCache(ABC):
         yield self
 
 
+class PairCache(BaseCache):
+    """A cache whose keys and values are one `TokenPair`; a base class."""
+
+    def __init__(self) -> None:
+        self._pair = TokenPair()
+
+    @property
+    def offset(self) -> int:
+        """Number of stored tokens, which is the position of the next one."""
+        return self._pair.count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both buffers, used or not."""
+        return self._pair.nbytes
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """``(keys, values)`` as views of exactly the stored tokens; ``()`` when empty."""
+        return self._pair.view() if self._pair.count else ()
+
+    @state.setter
+    def state(self, state: Sequence[Any]) -> None:
+        self._pair = state_pair(state)
+
+    def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
+        """Store new tokens; return views of all keys and values.
+
+        Raises
+        ------
+        CacheValueError
+            A shape does not fit the stored tokens, or has no token.
+        CacheDTypeError
+            The arguments are not NumPy arrays of numbers, or differ in dtype from stored tokens.
+        """
+        return self._pair.append(keys, values)
+
+    def is_trimmable(self) -> bool:
+        """Return True."""
+        return True
+
+    def trim(self, n: SupportsIndex) -> int:
+        """Drop the newest `n` tokens, or all if fewer; return the number."""
+        dropped = min(as_int("n", n, minimum=0), self._pair.count)
+        if not self.is_trimmable():
+            return 0
+        self._pair.length -= dropped
+        return dropped
+
+    def make_mask(
+        self, n: SupportsIndex, window_size: SupportsIndex | None = None, return_array: bool = False
+    ) -> Mask:
+        """Return the mask for `n` new tokens over the stored ones and themselves.
+
+        With a window it is always an array, `(n, stored + n)`; without one a single token needs
+        no mask.
+        """
+        n = as_int("n", n, minimum=1)
+        if window_size is not None:
+            return create_causal_mask(n, self._pair.count, window_size)
+        if n == 1:
+            return None
+        return create_causal_mask(n, self._pair.count) if return_array else "causal"
+
+    def size(self) -> int:
+        """Return the number of stored tokens that the next one can see."""
+        return self._pair.count
+
+    def is_empty(self) -> bool:
+        """Return whether the cache has no tokens."""
+        return self._pair.count == 0
+
+    def _copied(self, n: int = 0) -> Self | None:
+        if n and not (self.is_trimmable() and n <= self._pair.count):
+            return None
+        pair = self._pair.first(self._pair.count - n, self.max_size)
+        return deepcopy(self, {id(self._pair): pair})
+
+
 @contextlib.contextmanager
 def restored_on_error(caches: Iterable[BaseCache]) -> Iterator[None]:
     """Restore the attributes of several caches if the body raises.
@@ -221,3 +300,32 @@ def as_caches(name: str, caches: Sequence[BaseCache]) -> list[BaseCache]:
         if not isinstance(layer, BaseCache):
             raise TypeError(f"{name}[{i}] must be a cache, not {type(layer).__name__}")
     return layers
+
+
+def create_attention_mask(
+    h: NDArray[Any],
+    cache: BaseCache | None = None,
+    window_size: SupportsIndex | None = None,
+    return_array: bool = False,
+) -> Mask:
+    """Return the mask for hidden states `h`, `(batch, n_tokens, ...)`.
+
+    With a cache, the cache's mask. Otherwise None for a single token, an array if `return_array`
+    is set or the window is shorter than `h`, else ``"causal"``.
+    """
+    try:
+        shape = np.shape(h)
+    except ValueError as error:  # rows of unequal length
+        raise CacheDTypeError(f"h is not an array: {error}", "h", type(h).__name__) from None
+    if len(shape) < 2:
+        message = f"h has shape {shape}; expected (batch, n_tokens, ...)"
+        raise CacheValueError(message, "h", shape, 2)
+    n = shape[1]
+    if cache is not None:
+        as_caches("cache", [cache])
+        return cache.make_mask(n, window_size=window_size, return_array=return_array)
+    if n == 1:
+        return None
+    if return_array or (window_size is not None and n > as_int("window_size", window_size)):
+        return create_causal_mask(n, window_size=window_size)
+    return "causal"

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from copy import deepcopy
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int, as_kind, check_size
-from pykvcache.arrays.mlx.base import Arrays, BaseCache, Mask, meta_ints, state_pair
-from pykvcache.arrays.mlx.masks import create_causal_mask, history_mask
+from pykvcache.arrays.mlx.base import Arrays, PairCache, meta_ints, state_pair
+from pykvcache.arrays.mlx.masks import create_causal_mask
 from pykvcache.arrays.mlx.quantized import QuantizedKVCache
 from pykvcache.arrays.mlx.rows import (
     LARGEST_SIZE,
@@ -28,91 +27,13 @@ from pykvcache.arrays.mlx.rows import (
 from pykvcache.arrays.mlx.token_pair import TokenPair, joined
 from pykvcache.errors import CacheOrderError, CacheValueError, shown
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 __all__ = [
     "BatchKVCache",
     "ChunkedKVCache",
     "ConcatenateKVCache",
     "KVCache",
-    "PairCache",
     "parse_padding",
 ]
-
-
-class PairCache(BaseCache):
-    """A cache whose keys and values are one `TokenPair`; a base class."""
-
-    def __init__(self) -> None:
-        self._pair = TokenPair()
-
-    @property
-    def offset(self) -> int:
-        """Number of stored tokens, which is the position of the next one."""
-        return self._pair.count
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both buffers, used or not."""
-        return self._pair.nbytes
-
-    @property
-    def state(self) -> tuple[Any, ...]:
-        """``(keys, values)`` as views of exactly the stored tokens; ``()`` when empty."""
-        return self._pair.view() if self._pair.count else ()
-
-    @state.setter
-    def state(self, state: Sequence[Any]) -> None:
-        self._pair = state_pair(state)
-
-    def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
-        """Store new tokens; return views of all keys and values.
-
-        Raises
-        ------
-        CacheValueError
-            A shape does not fit the stored tokens, or has no token.
-        CacheDTypeError
-            The arguments are not NumPy arrays of numbers, or differ in dtype from stored tokens.
-        """
-        return self._pair.append(keys, values)
-
-    def is_trimmable(self) -> bool:
-        """Return True."""
-        return True
-
-    def trim(self, n: SupportsIndex) -> int:
-        """Drop the newest `n` tokens, or all if fewer; return the number."""
-        dropped = min(as_int("n", n, minimum=0), self._pair.count)
-        if not self.is_trimmable():
-            return 0
-        self._pair.length -= dropped
-        return dropped
-
-    def make_mask(
-        self, n: SupportsIndex, window_size: SupportsIndex | None = None, return_array: bool = False
-    ) -> Mask:
-        """Return the mask for `n` new tokens over the stored ones and themselves.
-
-        With a window it is always an array, `(n, stored + n)`; without one a single token needs
-        no mask.
-        """
-        return history_mask(n, self._pair.count, window_size, return_array)
-
-    def size(self) -> int:
-        """Return the number of stored tokens that the next one can see."""
-        return self._pair.count
-
-    def is_empty(self) -> bool:
-        """Return whether the cache has no tokens."""
-        return self._pair.count == 0
-
-    def _copied(self, n: int = 0) -> Self | None:
-        if n and not (self.is_trimmable() and n <= self._pair.count):
-            return None
-        pair = self._pair.first(self._pair.count - n, self.max_size)
-        return deepcopy(self, {id(self._pair): pair})
 
 
 class KVCache(PairCache):

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int
-from pykvcache.arrays.mlx.base import Arrays, BaseCache, Mask, meta_ints, state_pair
-from pykvcache.arrays.mlx.masks import history_mask
+from pykvcache.arrays.mlx.base import Arrays, PairCache, meta_ints, state_pair
 from pykvcache.arrays.mlx.rows import LARGEST
 from pykvcache.arrays.mlx.token_pair import TokenPair
 from pykvcache.errors import CacheDTypeError, CacheValueError, shown
@@ -29,7 +28,7 @@ _BITS = (2, 3, 4, 6, 8)
 _FLOATS = ("float16", "float32", "float64")
 
 
-class QuantizedKVCache(BaseCache):
+class QuantizedKVCache(PairCache):
     """All tokens of a sequence, quantized in groups along the head.
 
     Modelled on mlx-lm's ``QuantizedKVCache``: keys and values are triples of packed uint32 codes,
@@ -50,8 +49,8 @@ class QuantizedKVCache(BaseCache):
         self._group_size, self._bits = _checked(
             as_int("group_size", group_size), as_int("bits", bits)
         )
-        # Keys and values of words, scales and biases.
-        self._parts = TokenPair(), TokenPair(), TokenPair()
+        super().__init__()  # its pair holds the words
+        self._scales, self._biases = TokenPair(), TokenPair()
 
     @property
     def group_size(self) -> int:
@@ -64,9 +63,8 @@ class QuantizedKVCache(BaseCache):
         return self._bits
 
     @property
-    def offset(self) -> int:
-        """Number of stored tokens, which is the position of the next one."""
-        return self._parts[0].length
+    def _parts(self) -> tuple[TokenPair, TokenPair, TokenPair]:
+        return self._pair, self._scales, self._biases
 
     @property
     def nbytes(self) -> int:
@@ -96,24 +94,21 @@ class QuantizedKVCache(BaseCache):
             part.check(key, value)
         for part, key, value in new:
             part.append(key, value)
-        return self._triples()
-
-    def _triples(self) -> tuple[Triple, Triple]:
-        return _triples(*self._parts)
+        return _triples(self._parts)
 
     @property
     def quantized_state(self) -> tuple[Triple, Triple] | None:
         """The key and the value triple as views; None when empty."""
-        return self._triples() if self.offset else None
+        return _triples(self._parts) if self.offset else None
 
     @property
     def state(self) -> tuple[Any, ...]:
         """``((words, scales, biases), (words, scales, biases))``; ``()`` when empty."""
-        return self._triples() if self.offset else ()
+        return _triples(self._parts) if self.offset else ()
 
     @state.setter
     def state(self, state: Sequence[Any]) -> None:
-        self._parts = _parts_of(state, self._group_size, self._bits)
+        self._pair, self._scales, self._biases = _parts_of(state, self._group_size, self._bits)
 
     @property
     def meta_state(self) -> tuple[str, ...]:
@@ -129,7 +124,7 @@ class QuantizedKVCache(BaseCache):
             message = f"offset of a QuantizedKVCache is {offset}; {self.offset} tokens are stored"
             raise CacheValueError(message, "offset", offset, self.offset)
         if offset:
-            _check_widths(self._triples(), group_size, bits)
+            _check_widths(_triples(self._parts), group_size, bits)
         self._group_size, self._bits = group_size, bits
 
     def from_serialized(self, state: Sequence[Any], meta: Sequence[Any]) -> None:
@@ -139,38 +134,20 @@ class QuantizedKVCache(BaseCache):
         restored = QuantizedKVCache(group_size, bits)
         restored.state = state
         restored.meta_state = meta
-        self._group_size, self._bits, self._parts = group_size, bits, restored._parts
-
-    def is_trimmable(self) -> bool:
-        """Return True."""
-        return True
+        self.__dict__.update(restored.__dict__)
 
     def trim(self, n: SupportsIndex) -> int:
         """Drop the newest `n` tokens, or all if fewer; return the number."""
-        dropped = min(as_int("n", n, minimum=0), self.offset)
+        dropped = min(as_int("n", n, minimum=0), self._pair.count)
         for part in self._parts:
             part.length -= dropped
         return dropped
 
-    def make_mask(
-        self, n: SupportsIndex, window_size: SupportsIndex | None = None, return_array: bool = False
-    ) -> Mask:
-        """Return the mask for `n` new tokens, as in `KVCache`."""
-        return history_mask(n, self.offset, window_size, return_array)
-
-    def size(self) -> int:
-        """Return the number of stored tokens."""
-        return self.offset
-
-    def is_empty(self) -> bool:
-        """Return whether the cache has no tokens."""
-        return self.offset == 0
-
     def _copied(self, n: int = 0) -> Self | None:
         if n > self.offset:
             return None
-        parts = tuple(part.first(self.offset - n) for part in self._parts)
-        return copy.deepcopy(self, {id(self._parts): parts})
+        parts = {id(part): part.first(self.offset - n) for part in self._parts}
+        return copy.deepcopy(self, parts)
 
 
 def _checked(group_size: int, bits: int) -> tuple[int, int]:
@@ -190,12 +167,12 @@ def _parts_of(
         raise CacheValueError(message, "state", len(state), 2)
     words, scales, biases = (state_pair(part) for part in zip(*state, strict=True))
     if words.count:
-        _check_widths(_triples(words, scales, biases), group_size, bits)
+        _check_widths(_triples((words, scales, biases)), group_size, bits)
     return words, scales, biases
 
 
-def _triples(words: TokenPair, scales: TokenPair, biases: TokenPair) -> tuple[Triple, Triple]:
-    (kw, vw), (ks, vs), (kb, vb) = words.view(), scales.view(), biases.view()
+def _triples(parts: tuple[TokenPair, TokenPair, TokenPair]) -> tuple[Triple, Triple]:
+    (kw, vw), (ks, vs), (kb, vb) = (part.view() for part in parts)
     return (kw, ks, kb), (vw, vs, vb)
 
 

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int, as_kind, check_size
-from pykvcache.arrays.mlx.base import Arrays, Mask, meta_ints, state_pair
-from pykvcache.arrays.mlx.kv_cache import PairCache, parse_padding
-from pykvcache.arrays.mlx.masks import create_causal_mask
+from pykvcache.arrays.mlx.base import Arrays, PairCache, meta_ints, state_pair
+from pykvcache.arrays.mlx.kv_cache import parse_padding
+from pykvcache.arrays.mlx.masks import Mask, create_causal_mask
 from pykvcache.arrays.mlx.rows import (
     LARGEST_SIZE,
     Counts,

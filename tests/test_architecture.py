@@ -221,7 +221,7 @@ FAMILIES = ("mlx", "ollama")
 def test_families_of_array_caches_share_no_module(family: str) -> None:
     (other,) = set(FAMILIES) - {family}
     paths = sorted((PACKAGE / "arrays" / family).glob("*.py"))
-    assert len(paths) > 10
+    assert len(paths) > 5
     for path in paths:
         for name, _ in imports_of(path):
             assert not name.startswith(f"pykvcache.arrays.{other}"), f"{path.name} imports {name}"

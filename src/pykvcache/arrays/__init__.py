@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pykvcache.arrays.flat import FlatKVCache
 from pykvcache.arrays.mlx.arrays_cache import ArraysCache, MambaCache
-from pykvcache.arrays.mlx.base import create_attention_mask
 from pykvcache.arrays.mlx.cache_list import CacheList
 from pykvcache.arrays.mlx.kinds import KvCacheKind, from_state
 from pykvcache.arrays.mlx.kv_cache import (
@@ -13,8 +12,7 @@ from pykvcache.arrays.mlx.kv_cache import (
     ConcatenateKVCache,
     KVCache,
 )
-from pykvcache.arrays.mlx.lru import LRUPromptCache
-from pykvcache.arrays.mlx.masks import create_causal_mask
+from pykvcache.arrays.mlx.masks import create_attention_mask, create_causal_mask
 from pykvcache.arrays.mlx.prompt_cache import (
     ROTATING_DEFAULT_KEEP,
     PromptCacheConfig,
@@ -26,10 +24,14 @@ from pykvcache.arrays.mlx.prompt_cache import (
     save_prompt_cache,
     trim_prompt_cache,
 )
+from pykvcache.arrays.mlx.prompts import (
+    LRUPromptCache,
+    PromptTrie,
+    PromptTrieResult,
+    TokenBuffer,
+)
 from pykvcache.arrays.mlx.quantized import QuantizedKVCache
 from pykvcache.arrays.mlx.rotating import BatchRotatingKVCache, RotatingKVCache
-from pykvcache.arrays.mlx.tokens import TokenBuffer
-from pykvcache.arrays.mlx.trie import PromptTrie, PromptTrieResult
 from pykvcache.arrays.ollama.cache import Cache, CacheConfig
 from pykvcache.arrays.ollama.causal import (
     CausalCache,

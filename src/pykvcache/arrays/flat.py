@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -19,12 +20,8 @@ class FlatKVCache:
     A forward pass appends the token's K and V to every layer, reading ``k(layer)`` and
     ``v(layer)`` (which include that token) as it goes, and calls ``advance`` at the end.
 
-    Modelled on forgellm's ``KVCache``, with more checks: there ``advance`` counts tokens that a
-    layer lacks, layers may get out of step, and lengths are checked in debug builds only.
-    ``extend`` (a prompt at once), ``truncate`` and the dtype are additions. A refused call changes
-    nothing.
-
-    Not thread-safe.
+    Modelled on forgellm's ``KVCache``; ``extend`` (a prompt at once), ``truncate``, the dtype and
+    all checks are additions. A refused call changes nothing. Not thread-safe.
 
     Parameters
     ----------
@@ -35,12 +32,8 @@ class FlatKVCache:
 
     Raises
     ------
-    TypeError
-        A size is not an integer.
-    CacheValueError
-        A size is below 1.
-    CacheDTypeError
-        `dtype` is not one of the three.
+    CacheValueError, CacheDTypeError
+        A size is below 1, or `dtype` is not one of the three.
     """
 
     def __init__(
@@ -73,8 +66,7 @@ class FlatKVCache:
     ) -> FlatKVCache:
         """Make an empty cache that does not reallocate up to `max_seq_len` tokens.
 
-        The cache grows for longer sequences. Raises like the constructor, and
-        `CacheValueError` for a negative `max_seq_len`.
+        The cache grows for longer sequences.
         """
         cache = cls(num_layers, num_kv_heads, head_dim, dtype=dtype)
         cache._data = cache._rows(as_int("max_seq_len", max_seq_len, minimum=0))
@@ -94,10 +86,8 @@ class FlatKVCache:
         ------
         CacheLayerError
             There is no such layer.
-        CacheValueError
-            `k` or `v` has another shape.
-        CacheDTypeError
-            `k` or `v` is not an array of real numbers.
+        CacheValueError, CacheDTypeError
+            `k` or `v` has another shape, or is not an array of real numbers.
         CacheOrderError
             The layer has its token already: call ``advance`` first.
         """
@@ -160,11 +150,6 @@ class FlatKVCache:
         -------
         ndarray, shape (n_tokens * entry_size,)
             A read-only view, valid until the next call that changes the cache.
-
-        Raises
-        ------
-        CacheLayerError
-            There is no such layer.
         """
         return self._view(0, layer)
 
@@ -175,12 +160,7 @@ class FlatKVCache:
     def truncate(self, length: SupportsIndex) -> None:
         """Keep the first `length` tokens, and drop tokens that ``advance`` has not counted.
 
-        ``truncate(len(cache))`` undoes an unfinished forward pass.
-
-        Raises
-        ------
-        CacheValueError
-            `length` is outside ``[0, len(cache)]``.
+        ``truncate(len(cache))`` undoes an unfinished forward pass; more raises `CacheValueError`.
         """
         self._len = as_int("length", length, minimum=0, maximum=self._len)
         self._pending = [0] * self._num_layers
@@ -191,10 +171,7 @@ class FlatKVCache:
 
     def copy(self) -> FlatKVCache:
         """Return an independent copy with the same capacity."""
-        other = FlatKVCache(self._num_layers, self._num_kv_heads, self._head_dim, dtype=self._dtype)
-        other._data = self._data.copy()
-        other._len, other._pending = self._len, self._pending.copy()
-        return other
+        return deepcopy(self)
 
     # The default shallow copy would share the arrays.
     __copy__ = copy

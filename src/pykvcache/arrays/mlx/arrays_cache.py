@@ -10,8 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import MOST, as_int, as_kind, check_size
-from pykvcache.arrays.mlx.base import Arrays, BaseCache
-from pykvcache.arrays.mlx.rows import Counts, Rows, announced, row_counts, row_indices, summed
+from pykvcache.arrays.mlx.base import (
+    Arrays,
+    BaseCache,
+    Counts,
+    Rows,
+    announced,
+    row_counts,
+    row_indices,
+    summed,
+)
 from pykvcache.arrays.mlx.token_pair import plain_numbers
 from pykvcache.errors import CacheDTypeError, CacheOrderError, CacheValueError, NotSupported, shown
 

@@ -1,4 +1,4 @@
-"""The interface of mlx-lm's caches, the base of those with a history, and parsing of states."""
+"""The interface of mlx-lm's caches, and checks of their states and counts."""
 
 from __future__ import annotations
 
@@ -6,35 +6,49 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pykvcache.arrays._checks import as_int, check_size
-from pykvcache.arrays.mlx.masks import Mask, create_causal_mask
-from pykvcache.arrays.mlx.rows import LARGEST, LARGEST_SIZE
-from pykvcache.arrays.mlx.token_pair import TokenPair
+from pykvcache.arrays._checks import as_int, as_ints
 from pykvcache.errors import CacheDTypeError, CacheValueError, NotSupported, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
+    "LARGEST",
+    "LARGEST_SIZE",
     "Arrays",
     "BaseCache",
-    "PairCache",
+    "Counts",
+    "Mask",
+    "Rows",
+    "announced",
     "as_caches",
-    "create_attention_mask",
     "meta_ints",
+    "parse_padding",
     "restored_on_error",
-    "state_pair",
+    "row_counts",
+    "row_indices",
+    "summed",
 ]
 
+#: Limit of positions and counts in arguments and files, so that sums fit int64.
+LARGEST = 2**60
+#: Limit of ring and chunk sizes; ``sys.maxsize`` means "no limit".
+LARGEST_SIZE = 2**63 - 1
+#: One number per row, from a caller.
+Counts: TypeAlias = Sequence[int] | NDArray[Any]
+#: One number per row, inside a cache; never changed in place.
+Rows: TypeAlias = NDArray[np.int64]
 _SIZES = ("max_size", "keep", "chunk_size", "group_size")
 
 #: Keys and values.
 Arrays: TypeAlias = tuple[NDArray[Any], NDArray[Any]]
+#: None: all visible; ``"causal"``; or a boolean array (True = visible).
+Mask: TypeAlias = NDArray[np.bool_] | Literal["causal"] | None
 
 
 class BaseCache(ABC):
@@ -162,85 +176,6 @@ class BaseCache(ABC):
         yield self
 
 
-class PairCache(BaseCache):
-    """A cache whose keys and values are one `TokenPair`; a base class."""
-
-    def __init__(self) -> None:
-        self._pair = TokenPair()
-
-    @property
-    def offset(self) -> int:
-        """Number of stored tokens, which is the position of the next one."""
-        return self._pair.count
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both buffers, used or not."""
-        return self._pair.nbytes
-
-    @property
-    def state(self) -> tuple[Any, ...]:
-        """``(keys, values)`` as views of exactly the stored tokens; ``()`` when empty."""
-        return self._pair.view() if self._pair.count else ()
-
-    @state.setter
-    def state(self, state: Sequence[Any]) -> None:
-        self._pair = state_pair(state)
-
-    def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
-        """Store new tokens; return views of all keys and values.
-
-        Raises
-        ------
-        CacheValueError
-            A shape does not fit the stored tokens, or has no token.
-        CacheDTypeError
-            The arguments are not NumPy arrays of numbers, or differ in dtype from stored tokens.
-        """
-        return self._pair.append(keys, values)
-
-    def is_trimmable(self) -> bool:
-        """Return True."""
-        return True
-
-    def trim(self, n: SupportsIndex) -> int:
-        """Drop the newest `n` tokens, or all if fewer; return the number."""
-        dropped = min(as_int("n", n, minimum=0), self._pair.count)
-        if not self.is_trimmable():
-            return 0
-        self._pair.length -= dropped
-        return dropped
-
-    def make_mask(
-        self, n: SupportsIndex, window_size: SupportsIndex | None = None, return_array: bool = False
-    ) -> Mask:
-        """Return the mask for `n` new tokens over the stored ones and themselves.
-
-        With a window it is always an array, `(n, stored + n)`; without one a single token needs
-        no mask.
-        """
-        n = as_int("n", n, minimum=1)
-        if window_size is not None:
-            return create_causal_mask(n, self._pair.count, window_size)
-        if n == 1:
-            return None
-        return create_causal_mask(n, self._pair.count) if return_array else "causal"
-
-    def size(self) -> int:
-        """Return the number of stored tokens that the next one can see."""
-        return self._pair.count
-
-    def is_empty(self) -> bool:
-        """Return whether the cache has no tokens."""
-        return self._pair.count == 0
-
-    def _copied(self, n: int = 0) -> Self | None:
-        if n and not (self.is_trimmable() and n <= self._pair.count):
-            return None
-        pair = self._pair.first(self._pair.count - n, self.max_size)
-        return deepcopy(self, {id(self._pair): pair})
-
-
 @contextlib.contextmanager
 def restored_on_error(caches: Iterable[BaseCache]) -> Iterator[None]:
     """Restore the attributes of several caches if the body raises.
@@ -254,23 +189,6 @@ def restored_on_error(caches: Iterable[BaseCache]) -> Iterator[None]:
         for leaf, attributes in before:
             leaf.__dict__.update(attributes)
         raise
-
-
-def state_pair(state: Sequence[Any], limit: int | None = None) -> TokenPair:
-    """Copy a ``(keys, values)`` state, or ``()``, into a new `TokenPair`.
-
-    `limit` bounds its capacity.
-    """
-    empty = TokenPair()
-    if len(state) == 0:
-        return empty
-    check_size("arrays of a state, keys and values", len(state), 2)
-    keys, values = state
-    # mlx-lm saves zero tokens after a full trim.
-    if all(isinstance(a, np.ndarray) and a.ndim == 4 and a.shape[2] == 0 for a in (keys, values)):
-        return empty
-    given = TokenPair(*empty.check(keys, values))
-    return given.first(given.count, limit)
 
 
 def meta_ints(owner: str, names: Sequence[str], meta: Sequence[Any]) -> list[int]:
@@ -293,6 +211,11 @@ def meta_ints(owner: str, names: Sequence[str], meta: Sequence[Any]) -> list[int
     return numbers
 
 
+def parse_padding(meta: Sequence[Any]) -> Rows:
+    """Parse the padding from the meta state of an empty batch."""
+    return row_counts("left_padding", meta_ints("batch", ["left_padding"] * len(meta), meta))
+
+
 def as_caches(name: str, caches: Sequence[BaseCache]) -> list[BaseCache]:
     """Return the caches of all layers as a list; raise `TypeError` if one is not a cache."""
     layers = list(caches)
@@ -302,30 +225,66 @@ def as_caches(name: str, caches: Sequence[BaseCache]) -> list[BaseCache]:
     return layers
 
 
-def create_attention_mask(
-    h: NDArray[Any],
-    cache: BaseCache | None = None,
-    window_size: SupportsIndex | None = None,
-    return_array: bool = False,
-) -> Mask:
-    """Return the mask for hidden states `h`, `(batch, n_tokens, ...)`.
+# Counts per row of a batch --------------------------------------------------------------------
 
-    With a cache, the cache's mask. Otherwise None for a single token, an array if `return_array`
-    is set or the window is shorter than `h`, else ``"causal"``.
+
+def _numbers(name: str, given: Counts) -> Rows:
+    """Return the integers of a sequence or array; refuse iterators, which can be read only once."""
+    if not isinstance(given, Sequence | np.ndarray) or isinstance(given, bytes):
+        kind = type(given).__name__
+        raise CacheDTypeError(f"{name} is {kind}; integers in a list are needed", name, kind)
+    return as_ints(name, given)
+
+
+def row_counts(
+    name: str, counts: Counts, batch: int | None = None, *, signed: bool = False
+) -> Rows:
+    """Return `counts` as a new int64 array, one per row, not negative unless `signed`.
+
+    Refuses numbers above `LARGEST`, so that sums do not wrap around.
     """
-    try:
-        shape = np.shape(h)
-    except ValueError as error:  # rows of unequal length
-        raise CacheDTypeError(f"h is not an array: {error}", "h", type(h).__name__) from None
-    if len(shape) < 2:
-        message = f"h has shape {shape}; expected (batch, n_tokens, ...)"
-        raise CacheValueError(message, "h", shape, 2)
-    n = shape[1]
-    if cache is not None:
-        as_caches("cache", [cache])
-        return cache.make_mask(n, window_size=window_size, return_array=return_array)
-    if n == 1:
-        return None
-    if return_array or (window_size is not None and n > as_int("window_size", window_size)):
-        return create_causal_mask(n, window_size=window_size)
-    return "causal"
+    array = _numbers(name, counts)
+    if array.size and max(abs(int(array.min())), abs(int(array.max()))) > LARGEST:
+        message = f"{name} is {shown(array.tolist())}; no number may be beyond {LARGEST}"
+        raise CacheValueError(message, name, array.tolist(), LARGEST)
+    if batch is not None and array.size != batch:
+        message = f"{name} has {array.size} numbers for {batch} rows"
+        raise CacheValueError(message, name, array.size, batch)
+    if not signed and array.size and array.min() < 0:
+        message = f"{name} is {shown(array.tolist())}; no number may be negative"
+        raise CacheValueError(message, name, array.tolist(), 0)
+    return array
+
+
+def summed(name: str, counts: Rows, more: Rows) -> Rows:
+    """Return a sum of counts; raise if it exceeds `LARGEST`."""
+    return row_counts(name, counts + more, signed=True)
+
+
+def announced(
+    cache: BaseCache,
+    batch: int | None,
+    left: Counts | None,
+    lengths: Counts | None,
+    right: Counts | None,
+) -> tuple[Rows | None, Rows | None, Rows | None]:
+    """Return the checked arguments of a cache's `prepare`."""
+    given = (("left_padding", left), ("lengths", lengths), ("right_padding", right))
+    checked = [None if c is None else row_counts(name, c, batch) for name, c in given]
+    if left is not None and not cache.is_empty():
+        message = f"left padding can only be added to an empty {type(cache).__name__}"
+        raise CacheValueError(message, "left_padding")
+    return checked[0], checked[1], checked[2]
+
+
+def row_indices(indices: Counts, batch: int | None) -> Rows:
+    """Return `indices` as an array of rows of a batch; rows may repeat.
+
+    `batch` is None if the number of rows is not known yet.
+    """
+    array = _numbers("batch_indices", indices)
+    if array.size and not (array.min() >= 0 and (batch is None or array.max() < batch)):
+        limit = "any number of rows" if batch is None else batch
+        message = f"batch_indices {shown(array.tolist())} are not all in [0, {limit})"
+        raise CacheValueError(message, "batch_indices", array.tolist(), limit)
+    return array

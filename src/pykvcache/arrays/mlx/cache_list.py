@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int, as_kind, check_size
 from pykvcache.arrays.mlx.arrays_cache import ArraysCache
-from pykvcache.arrays.mlx.base import Arrays, BaseCache, restored_on_error
-from pykvcache.arrays.mlx.rows import Counts
+from pykvcache.arrays.mlx.base import Arrays, BaseCache, Counts, restored_on_error
 from pykvcache.errors import CacheValueError, NotSupported, shown
 
 if TYPE_CHECKING:

@@ -9,22 +9,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int, as_kind, check_size
-from pykvcache.arrays.mlx.base import Arrays, PairCache, meta_ints, state_pair
-from pykvcache.arrays.mlx.masks import create_causal_mask
-from pykvcache.arrays.mlx.quantized import QuantizedKVCache
-from pykvcache.arrays.mlx.rows import (
+from pykvcache.arrays.mlx.base import (
     LARGEST_SIZE,
+    Arrays,
     Counts,
     Rows,
     announced,
-    right_justified,
-    roll_columns,
+    meta_ints,
+    parse_padding,
     row_counts,
     row_indices,
     summed,
-    take_rows,
 )
-from pykvcache.arrays.mlx.token_pair import TokenPair, joined
+from pykvcache.arrays.mlx.masks import create_causal_mask
+from pykvcache.arrays.mlx.quantized import QuantizedKVCache
+from pykvcache.arrays.mlx.token_pair import (
+    PairCache,
+    TokenPair,
+    joined,
+    right_justified,
+    state_pair,
+)
 from pykvcache.errors import CacheOrderError, CacheValueError, shown
 
 __all__ = [
@@ -32,7 +37,6 @@ __all__ = [
     "ChunkedKVCache",
     "ConcatenateKVCache",
     "KVCache",
-    "parse_padding",
 ]
 
 
@@ -241,7 +245,7 @@ class BatchKVCache(PairCache):
                 )
                 raise CacheOrderError(message, "right_padding", most, columns)
             padding = summed("left_padding", self._padding, self._right)
-            self._pair, self._padding = roll_columns(self._pair, self._right), padding
+            self._pair, self._padding = self._pair.rolled(self._right), padding
         self._right = None
 
     def advance(self, n: SupportsIndex) -> None:
@@ -267,7 +271,7 @@ class BatchKVCache(PairCache):
         padding, common = self._padding[rows], 0
         if self._pair.count:
             common = min(int(padding.min()), self._pair.count) if rows.size else 0
-            self._pair = take_rows(self._pair, rows, common)
+            self._pair = self._pair.take(rows, common)
         self._padding = padding - common
         if self._right is not None:
             self._right = self._right[rows]
@@ -290,7 +294,7 @@ class BatchKVCache(PairCache):
         self._refuse_pending("extract")
         alone, first = KVCache(), int(self._padding[row])
         if first < self._pair.count:
-            alone._pair = take_rows(self._pair, np.array([row]), first)
+            alone._pair = self._pair.take(np.array([row]), first)
         return alone
 
     @classmethod
@@ -352,8 +356,3 @@ class BatchKVCache(PairCache):
             raise CacheValueError(message, "meta_state", len(meta), 0)
         if len(meta):
             self._padding = parse_padding(meta)
-
-
-def parse_padding(meta: Sequence[Any]) -> Rows:
-    """Parse the padding from the meta state of an empty batch."""
-    return row_counts("left_padding", meta_ints("batch", ["left_padding"] * len(meta), meta))

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal, SupportsIndex, TypeAlias
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int, check_shape
-from pykvcache.arrays.mlx.rows import Counts, row_counts
+from pykvcache.arrays.mlx.base import BaseCache, Counts, Mask, as_caches, row_counts
 from pykvcache.errors import CacheDTypeError, CacheValueError
 
-__all__ = ["Mask", "create_causal_mask"]
-
-#: None: all visible; ``"causal"``; or a boolean array (True = visible).
-Mask: TypeAlias = NDArray[np.bool_] | Literal["causal"] | None
+__all__ = ["create_attention_mask", "create_causal_mask"]
 
 
 def create_causal_mask(
@@ -76,6 +73,35 @@ def create_causal_mask(
     if left is not None:
         rows = rows & (seen >= left)
     return rows
+
+
+def create_attention_mask(
+    h: NDArray[Any],
+    cache: BaseCache | None = None,
+    window_size: SupportsIndex | None = None,
+    return_array: bool = False,
+) -> Mask:
+    """Return the mask for hidden states `h`, `(batch, n_tokens, ...)`.
+
+    With a cache, the cache's mask. Otherwise None for a single token, an array if `return_array`
+    is set or the window is shorter than `h`, else ``"causal"``.
+    """
+    try:
+        shape = np.shape(h)
+    except ValueError as error:  # rows of unequal length
+        raise CacheDTypeError(f"h is not an array: {error}", "h", type(h).__name__) from None
+    if len(shape) < 2:
+        message = f"h has shape {shape}; expected (batch, n_tokens, ...)"
+        raise CacheValueError(message, "h", shape, 2)
+    n = shape[1]
+    if cache is not None:
+        as_caches("cache", [cache])
+        return cache.make_mask(n, window_size=window_size, return_array=return_array)
+    if n == 1:
+        return None
+    if return_array or (window_size is not None and n > as_int("window_size", window_size)):
+        return create_causal_mask(n, window_size=window_size)
+    return "causal"
 
 
 def _per_row(name: str, padding: Counts) -> NDArray[np.int64]:

@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int
-from pykvcache.arrays.mlx.base import Arrays, PairCache, meta_ints, state_pair
-from pykvcache.arrays.mlx.rows import LARGEST
-from pykvcache.arrays.mlx.token_pair import TokenPair
+from pykvcache.arrays.mlx.base import LARGEST, Arrays, meta_ints
+from pykvcache.arrays.mlx.token_pair import PairCache, TokenPair, state_pair
 from pykvcache.errors import CacheDTypeError, CacheValueError, shown
 
 if TYPE_CHECKING:

@@ -9,22 +9,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int, as_kind, check_size
-from pykvcache.arrays.mlx.base import Arrays, PairCache, meta_ints, state_pair
-from pykvcache.arrays.mlx.kv_cache import parse_padding
-from pykvcache.arrays.mlx.masks import Mask, create_causal_mask
-from pykvcache.arrays.mlx.rows import (
+from pykvcache.arrays.mlx.base import (
     LARGEST_SIZE,
+    Arrays,
     Counts,
+    Mask,
     Rows,
     announced,
-    right_justified,
-    roll_columns,
+    meta_ints,
+    parse_padding,
     row_counts,
     row_indices,
     summed,
-    take_rows,
 )
-from pykvcache.arrays.mlx.token_pair import TokenPair, joined
+from pykvcache.arrays.mlx.masks import create_causal_mask
+from pykvcache.arrays.mlx.token_pair import (
+    PairCache,
+    TokenPair,
+    joined,
+    right_justified,
+    state_pair,
+)
 from pykvcache.errors import CacheOrderError, CacheValueError, NotSupported, shown
 
 if TYPE_CHECKING:
@@ -367,7 +372,7 @@ class BatchRotatingKVCache(_RingCache):
     def _roll_padding(self) -> None:
         over = self._overrun()
         if over.any():
-            self._pair = roll_columns(self._ordered(), over)
+            self._pair = self._ordered().rolled(over)
             self._index = self._pair.length
             self._set_rows(self.left_padding + over, self.rope_offset - over)
 
@@ -434,7 +439,7 @@ class BatchRotatingKVCache(_RingCache):
         """Keep the given rows, in that order."""
         rows = row_indices(batch_indices, self.batch_size)
         if self._pair.count:
-            self._pair = take_rows(self._pair, rows)
+            self._pair = self._pair.take(rows)
         self._set_rows(self.left_padding[rows], self.rope_offset[rows])
         if self._ends is not None:
             self._ends = self._ends[rows]
@@ -460,7 +465,7 @@ class BatchRotatingKVCache(_RingCache):
         self._refuse_pending("extract")
         alone, first = RotatingKVCache(self._max_size), int(self.left_padding[row])
         if first < self._pair.count:
-            alone._pair = take_rows(self._ordered(), np.array([row]), first)
+            alone._pair = self._ordered().take(np.array([row]), first)
             alone._offset, alone._index = int(self.rope_offset[row]), alone._pair.length
         return alone
 

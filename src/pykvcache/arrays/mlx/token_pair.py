@@ -1,17 +1,33 @@
-"""TokenPair: growing buffers of keys and values."""
+"""TokenPair, growing buffers of keys and values, and PairCache, a cache that is one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pykvcache.arrays._checks import check_shape
+from pykvcache.arrays._checks import as_int, check_shape, check_size
+from pykvcache.arrays.mlx.base import Arrays, BaseCache, Mask, Rows
+from pykvcache.arrays.mlx.masks import create_causal_mask
 from pykvcache.errors import CacheDTypeError, CacheValueError, shown
 
-__all__ = ["STEP", "TokenPair", "grow", "grown_capacity", "joined", "plain_numbers"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = [
+    "STEP",
+    "PairCache",
+    "TokenPair",
+    "grow",
+    "grown_capacity",
+    "joined",
+    "plain_numbers",
+    "right_justified",
+    "state_pair",
+]
 
 #: Capacities are multiples of this many tokens, as in mlx-lm.
 STEP = 256
@@ -241,3 +257,142 @@ class TokenPair:
         capacity = grown_capacity(count, count + n, limit)
         grown_keys = grow(old_keys, first, last, capacity)
         self._bind(grown_keys, grow(old_values, first, last, capacity), count)
+
+    def take(self, rows: Rows, first: int = 0) -> TokenPair:
+        """Return copies of `rows`, starting at column `first`."""
+        keys, values = self.view()
+        return TokenPair(keys[:, :, first:][rows], values[:, :, first:][rows])
+
+    def rolled(self, shifts: Rows) -> TokenPair:
+        """Return a copy with row `i` rolled right by ``shifts[i]`` columns."""
+        keys, values = (array.copy() for array in self.view())
+        for row in np.flatnonzero(shifts):
+            keys[row] = np.roll(keys[row], shifts[row], axis=1)
+            values[row] = np.roll(values[row], shifts[row], axis=1)
+        return TokenPair(keys, values)
+
+
+def right_justified(parts: Sequence[tuple[int, TokenPair]]) -> TokenPair:
+    """Stack caches so that their newest tokens share the last column.
+
+    `parts` are ``(rows, pair)``; shorter and empty ones are padded with zeros in front. Layouts
+    and dtypes must agree.
+    """
+    filled = [pair.view() for _, pair in parts if pair.count]
+    if not filled:
+        return TokenPair()
+    rows, columns = sum(count for count, _ in parts), max(keys.shape[2] for keys, _ in filled)
+    stacked = []
+    for i in (0, 1):
+        first = filled[0][i]
+        for other in (pair[i] for pair in filled):
+            if (other.shape[1], other.shape[3]) != (first.shape[1], first.shape[3]):
+                message = f"caches of shapes {first.shape} and {other.shape} differ"
+                raise CacheValueError(message, "shape", other.shape, first.shape)
+            if other.dtype != first.dtype:
+                message = f"caches of dtypes {first.dtype} and {other.dtype} differ"
+                raise CacheDTypeError(message, "dtype", str(other.dtype), str(first.dtype))
+        together = np.zeros((rows, first.shape[1], columns, first.shape[3]), first.dtype)
+        top = 0
+        for count, part in parts:
+            if part.count:
+                together[top : top + count, :, columns - part.count :] = part.view()[i]
+            top += count
+        stacked.append(together)
+    return TokenPair(*stacked)
+
+
+def state_pair(state: Sequence[Any], limit: int | None = None) -> TokenPair:
+    """Copy a ``(keys, values)`` state, or ``()``, into a new `TokenPair`.
+
+    `limit` bounds its capacity.
+    """
+    empty = TokenPair()
+    if len(state) == 0:
+        return empty
+    check_size("arrays of a state, keys and values", len(state), 2)
+    keys, values = state
+    # mlx-lm saves zero tokens after a full trim.
+    if all(isinstance(a, np.ndarray) and a.ndim == 4 and a.shape[2] == 0 for a in (keys, values)):
+        return empty
+    given = TokenPair(*empty.check(keys, values))
+    return given.first(given.count, limit)
+
+
+class PairCache(BaseCache):
+    """A cache whose keys and values are one `TokenPair`; a base class."""
+
+    def __init__(self) -> None:
+        self._pair = TokenPair()
+
+    @property
+    def offset(self) -> int:
+        """Number of stored tokens, which is the position of the next one."""
+        return self._pair.count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both buffers, used or not."""
+        return self._pair.nbytes
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """``(keys, values)`` as views of exactly the stored tokens; ``()`` when empty."""
+        return self._pair.view() if self._pair.count else ()
+
+    @state.setter
+    def state(self, state: Sequence[Any]) -> None:
+        self._pair = state_pair(state)
+
+    def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
+        """Store new tokens; return views of all keys and values.
+
+        Raises
+        ------
+        CacheValueError
+            A shape does not fit the stored tokens, or has no token.
+        CacheDTypeError
+            The arguments are not NumPy arrays of numbers, or differ in dtype from stored tokens.
+        """
+        return self._pair.append(keys, values)
+
+    def is_trimmable(self) -> bool:
+        """Return True."""
+        return True
+
+    def trim(self, n: SupportsIndex) -> int:
+        """Drop the newest `n` tokens, or all if fewer; return the number."""
+        dropped = min(as_int("n", n, minimum=0), self._pair.count)
+        if not self.is_trimmable():
+            return 0
+        self._pair.length -= dropped
+        return dropped
+
+    def make_mask(
+        self, n: SupportsIndex, window_size: SupportsIndex | None = None, return_array: bool = False
+    ) -> Mask:
+        """Return the mask for `n` new tokens over the stored ones and themselves.
+
+        With a window it is always an array, `(n, stored + n)`; without one a single token needs
+        no mask.
+        """
+        n = as_int("n", n, minimum=1)
+        if window_size is not None:
+            return create_causal_mask(n, self._pair.count, window_size)
+        if n == 1:
+            return None
+        return create_causal_mask(n, self._pair.count) if return_array else "causal"
+
+    def size(self) -> int:
+        """Return the number of stored tokens that the next one can see."""
+        return self._pair.count
+
+    def is_empty(self) -> bool:
+        """Return whether the cache has no tokens."""
+        return self._pair.count == 0
+
+    def _copied(self, n: int = 0) -> Self | None:
+        if n and not (self.is_trimmable() and n <= self._pair.count):
+            return None
+        pair = self._pair.first(self._pair.count - n, self.max_size)
+        return deepcopy(self, {id(self._pair): pair})

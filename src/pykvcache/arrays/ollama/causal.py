@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 from pykvcache.arrays._checks import MOST, as_int, check_shape
 from pykvcache.arrays.ollama.batch import UNLIMITED, Batch
 from pykvcache.arrays.ollama.cache import CacheConfig, OllamaCache
-from pykvcache.arrays.ollama.cells import CellTable, Cut
+from pykvcache.arrays.ollama.cells import CellTable, Cut, batch_mask
 from pykvcache.arrays.ollama.layers import Layer, LayerStore, ShiftFn
-from pykvcache.arrays.ollama.mask import batch_mask
 from pykvcache.errors import CacheOrderError, CacheValueError
 
 __all__ = ["CausalCache", "ChunkedAttentionCache", "SWACache", "SWAMemCache"]

@@ -45,12 +45,8 @@ def to_caches(arrays: SequenceKV[Any], window_size: SupportsIndex | None = None)
     found: list[tuple[int, KVCache | RotatingKVCache | ArraysCache]] = []
     _consecutive(arrays.positions, 0, "positions")
     if arrays.recurrent and arrays.recurrent.first:
-        raise CacheValueError(
-            f"a state that begins at {arrays.recurrent.first} must begin at 0",
-            "recurrent",
-            arrays.recurrent.first,
-            0,
-        )
+        message = f"a state that begins at {arrays.recurrent.first} must begin at 0"
+        raise CacheValueError(message, "recurrent", arrays.recurrent.first, 0)
     for layer in arrays.layers:
         cache = KVCache()
         if len(arrays):
@@ -76,12 +72,10 @@ def _windows(window: SequenceKV, length: int, size: int) -> list[tuple[int, Rota
     rows = len(window)
     _consecutive(window.positions, length - rows, "positions of the window")
     if rows != min(length, size):
-        raise CacheValueError(
-            f"the window holds {rows} of {length} tokens, which does not fit window_size {size}",
-            "window_size",
-            size,
-            (rows, length),
+        message = (
+            f"the window holds {rows} of {length} tokens, which does not fit window_size {size}"
         )
+        raise CacheValueError(message, "window_size", size, (rows, length))
     found = []
     for layer in window.layers:
         ring = RotatingKVCache(size)
@@ -139,11 +133,8 @@ def from_caches(
         else:
             full.append(_layer(cache, np.arange(cache.offset), index))
     if len(lengths) > 1:
-        raise CacheValueError(
-            f"the caches hold different numbers of tokens: {sorted(lengths)}",
-            "caches",
-            sorted(lengths),
-        )
+        message = f"the caches hold different numbers of tokens: {sorted(lengths)}"
+        raise CacheValueError(message, "caches", sorted(lengths))
     if not lengths:
         raise CacheValueError(
             "recurrent caches do not store their number of tokens: pass n_tokens", "n_tokens"
@@ -174,12 +165,8 @@ def _layer(cache: KVCache | RotatingKVCache, order: npt.NDArray[np.int64], index
         )
     keys, values = cache.state
     if keys.shape[0] != 1:
-        raise CacheValueError(
-            f"caches[{index}] holds a batch of {keys.shape[0]}, not one sequence",
-            f"caches[{index}]",
-            keys.shape[0],
-            1,
-        )
+        message = f"caches[{index}] holds a batch of {keys.shape[0]}, not one sequence"
+        raise CacheValueError(message, f"caches[{index}]", keys.shape[0], 1)
     return LayerKV(
         np.ascontiguousarray(keys[0].transpose(1, 0, 2)[order]),
         np.ascontiguousarray(values[0].transpose(1, 0, 2)[order]),
@@ -196,19 +183,11 @@ def _to_heads(rows: Any, n: int) -> npt.NDArray[Any]:
             "keys and values must be arrays of one shape", "keys and values"
         ) from None
     if array.dtype.kind != "f":
-        raise CacheValueError(
-            f"keys and values must be floats, not {array.dtype}",
-            "keys and values",
-            str(array.dtype),
-            "floats",
-        )
+        message = f"keys and values must be floats, not {array.dtype}"
+        raise CacheValueError(message, "keys and values", str(array.dtype), "floats")
     if array.ndim != 3 or len(array) != n:
-        raise CacheValueError(
-            f"keys or values have shape {array.shape}: expected ({n}, heads, dim)",
-            "keys and values",
-            array.shape,
-            n,
-        )
+        message = f"keys or values have shape {array.shape}: expected ({n}, heads, dim)"
+        raise CacheValueError(message, "keys and values", array.shape, n)
     return np.ascontiguousarray(array.transpose(1, 0, 2)[None])
 
 
@@ -230,10 +209,8 @@ def _consecutive(positions: npt.NDArray[np.int32], first: int, what: str) -> Non
     wrong = np.flatnonzero(positions != expected)
     if wrong.size:
         found, limit = int(positions[wrong[0]]), int(expected[wrong[0]])
-        raise CacheValueError(
+        message = (
             f"{what} must be {first}, {first + 1}, ... without a gap, but {found} is in place of "
-            f"{limit}",
-            what,
-            found,
-            limit,
+            f"{limit}"
         )
+        raise CacheValueError(message, what, found, limit)

@@ -206,12 +206,8 @@ def _wanted(dtype: Any) -> str | np.dtype[Any] | None:
     except TypeError:
         raise TypeError(f"dtype must be None, float32 or 'stored', not {shown(dtype)}") from None
     if wanted is None or wanted != np.float32:
-        raise ArgumentError(
-            f"dtype is {shown(dtype)}: it must be None, float32 or 'stored'",
-            "dtype",
-            dtype,
-            ("float32", "stored"),
-        )
+        message = f"dtype is {shown(dtype)}: it must be None, float32 or 'stored'"
+        raise ArgumentError(message, "dtype", dtype, ("float32", "stored"))
     return wanted
 
 

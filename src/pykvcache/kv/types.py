@@ -296,10 +296,10 @@ def _need_joinable(part: SequenceKV, other: SequenceKV) -> None:
     if part.extended is not None:
         raise UnsupportedOperation("concat", "tokens have several positions (M-RoPE)", "sequence")
     if part.rope:
-        raise ArgumentError(
-            "keys of a part are rotated to their positions: take it with kv(seq_id, rope=False)",
-            "parts",
+        message = (
+            "keys of a part are rotated to their positions: take it with kv(seq_id, rope=False)"
         )
+        raise ArgumentError(message, "parts")
     mine, theirs = ([layer.layer for layer in one.layers] for one in (part, other))
     if mine != theirs or (part.window is None) != (other.window is None):
         raise ArgumentError("the parts are of different layers", "parts")
@@ -330,12 +330,11 @@ def _need_drawable(part: SequenceKV[Any]) -> None:
         if isinstance(layer, LayerKV):
             for array in (layer.keys, layer.values):
                 if len(shape := np.shape(array)) != 3 or shape[0] != n:
-                    raise ArgumentError(
+                    message = (
                         f"layer {layer.layer} has arrays of shape {shape}: (n_tokens, n_head_kv, "
-                        "head_dim) is expected, for as many tokens as there are positions",
-                        "layers",
-                        shape,
+                        "head_dim) is expected, for as many tokens as there are positions"
                     )
+                    raise ArgumentError(message, "layers", shape)
 
 
 def _spread(
@@ -357,22 +356,14 @@ def _taken(layer: LayerKV[Any], index: npt.NDArray[np.intp]) -> LayerKV[Any]:
 def _indices(tokens: npt.ArrayLike, n: int) -> npt.NDArray[np.intp]:
     wanted = np.asarray(tokens)
     if wanted.ndim != 1:
-        raise ArgumentError(
-            f"tokens must be one-dimensional, not {wanted.ndim}-dimensional",
-            "tokens",
-            wanted.ndim,
-            1,
-        )
+        message = f"tokens must be one-dimensional, not {wanted.ndim}-dimensional"
+        raise ArgumentError(message, "tokens", wanted.ndim, 1)
     if wanted.size and wanted.dtype.kind not in "biu":
         raise TypeError(f"tokens must be indices or a mask, not {wanted.dtype}")
     if wanted.dtype.kind == "b":
         if len(wanted) != n:
-            raise OutOfRangeError(
-                f"the mask has {len(wanted)} entries, but the sequence holds {n} tokens",
-                "tokens",
-                len(wanted),
-                n,
-            )
+            message = f"the mask has {len(wanted)} entries, but the sequence holds {n} tokens"
+            raise OutOfRangeError(message, "tokens", len(wanted), n)
         return np.flatnonzero(wanted)
     for index in (wanted.min(), wanted.max()) if wanted.size else ():
         if not -n <= int(index) < n:

@@ -51,12 +51,8 @@ def _check_parts(
     last = int(arrays.positions.max(initial=-1))
     recurrent, window = arrays.recurrent, arrays.window
     if recurrent is not None and "attention" in layouts and recurrent.position != last:
-        raise StateError(
-            f"the states end at {recurrent.position}, but the attention part at {last}",
-            what="recurrent position",
-            value=recurrent.position,
-            limit=last,
-        )
+        message = f"the states end at {recurrent.position}, but the attention part at {last}"
+        raise StateError(message, "recurrent position", recurrent.position, last)
     if window is None:
         return
     found, counts = np.unique(window.positions, return_counts=True)
@@ -68,11 +64,8 @@ def _check_parts(
     seen = every[native.in_window(every.astype(np.int32), last + 1)]
     missing = [position for position in seen.tolist() if position not in have]
     if missing:
-        raise StateError(
-            f"the window part lacks position {missing[0]}, which the next token sees",
-            what="window position",
-            value=missing[0],
-        )
+        message = f"the window part lacks position {missing[0]}, which the next token sees"
+        raise StateError(message, "window position", missing[0])
 
 
 def _attention(native: lib.Context, arrays: SequenceKV | None, layout: PartLayout) -> Part:
@@ -85,12 +78,8 @@ def _attention(native: lib.Context, arrays: SequenceKV | None, layout: PartLayou
     positions = _positions(arrays, layout)
     n, n_layers = len(positions), sum(rows.what == "k" for rows in layout.rows)
     if len(arrays.layers) != n_layers:
-        raise StateError(
-            f"{len(arrays.layers)} layers given, but the cache has {n_layers}",
-            what="layers",
-            value=len(arrays.layers),
-            limit=n_layers,
-        )
+        message = f"{len(arrays.layers)} layers given, but the cache has {n_layers}"
+        raise StateError(message, "layers", len(arrays.layers), n_layers)
     ext = None if arrays.extended is None else np.asarray(arrays.extended, np.int32)
     tensors: list[Bytes] = []
     part = Part(layout, positions, ext, ())
@@ -127,13 +116,11 @@ def _positions(arrays: SequenceKV, layout: PartLayout) -> npt.NDArray[np.int32]:
     if arrays.extended is not None:
         extended = np.asarray(arrays.extended)
         if extended.shape != (len(positions), 3) or extended.dtype.kind not in "iu":
-            raise StateError(
+            message = (
                 f"extended must hold integers of shape ({len(positions)}, 3), "
-                f"not {extended.dtype} of shape {extended.shape}",
-                what="extended",
-                value=extended.shape,
-                limit=(len(positions), 3),
+                f"not {extended.dtype} of shape {extended.shape}"
             )
+            raise StateError(message, "extended", extended.shape, (len(positions), 3))
         _in_range("extended", "extended position", extended, -1)
     return positions.astype(np.int32)
 
@@ -141,12 +128,8 @@ def _positions(arrays: SequenceKV, layout: PartLayout) -> npt.NDArray[np.int32]:
 def _in_range(what: str, one: str, values: npt.NDArray[Any], least: int) -> None:
     for wrong in (int(values.min()), int(values.max())) if values.size else ():
         if not least <= wrong < 2**31 - 1:
-            raise StateError(
-                f"{one} {wrong} is not in [{least}, 2147483647)",
-                what=what,
-                value=wrong,
-                limit=2**31 - 2,
-            )
+            message = f"{one} {wrong} is not in [{least}, 2147483647)"
+            raise StateError(message, what, wrong, 2**31 - 2)
 
 
 def _recurrent(state: RecurrentState | None, layout: PartLayout) -> Part:
@@ -160,12 +143,8 @@ def _recurrent(state: RecurrentState | None, layout: PartLayout) -> Part:
         raise UnsupportedOperation("write_kv", "the history of per-layer embeddings is unknown")
     indices = sorted({rows.layer for rows in layout.rows})
     if len(state.layers) != len(indices):
-        raise StateError(
-            f"{len(state.layers)} recurrent layers given, but the model has {len(indices)}",
-            what="recurrent layers",
-            value=len(state.layers),
-            limit=len(indices),
-        )
+        message = f"{len(state.layers)} recurrent layers given, but the model has {len(indices)}"
+        raise StateError(message, "recurrent layers", len(state.layers), len(indices))
     n = int(state.position >= 0)
     part = Part(layout, np.full(n, state.position, np.int32), None, ())
     tensors = []
@@ -195,12 +174,8 @@ def _rows(
         bits = (*shape[:2], as_rows(np.zeros((1, 1, shape[2]), np.float32), kind, 0).shape[-1])
         rows = np.ascontiguousarray(array).view(np.uint8)
         if rows.shape != bits:
-            raise StateError(
-                f"{what} has {rows.shape} bytes: expected {bits}",
-                what=what,
-                value=rows.shape,
-                limit=bits,
-            )
+            message = f"{what} has {rows.shape} bytes: expected {bits}"
+            raise StateError(message, what, rows.shape, bits)
     else:
         rows = as_rows(_floats(array, shape, what), kind, edge)
     values = as_floats(rows, kind, 0)
@@ -211,24 +186,16 @@ def _rows(
     largest = lib.largest_value(n_embd, flash and kind == GgmlType.F32)
     found = float(np.abs(values).max(initial=0))
     if found > largest:
-        raise StateError(
-            f"{what} holds {found:.4g}: products of values over {largest:.4g} overflow",
-            what=what,
-            value=found,
-            limit=largest,
-        )
+        message = f"{what} holds {found:.4g}: products of values over {largest:.4g} overflow"
+        raise StateError(message, what, found, largest)
     return rows
 
 
 def _floats(given: Array, shape: tuple[int, ...], what: str) -> npt.NDArray[Any]:
     array = np.asarray(given)
     if array.shape != shape:
-        raise StateError(
-            f"{what} has shape {array.shape}: expected {shape}",
-            what=what,
-            value=array.shape,
-            limit=shape,
-        )
+        message = f"{what} has shape {array.shape}: expected {shape}"
+        raise StateError(message, what, array.shape, shape)
     if array.dtype.kind != "f":
         raise StateError(
             f"{what} must hold floats, not {array.dtype}", what=what, value=str(array.dtype)
@@ -243,9 +210,5 @@ def _floats(given: Array, shape: tuple[int, ...], what: str) -> npt.NDArray[Any]
 
 def _same_layer(given: int, layer: int, what: str) -> None:
     if given not in (-1, layer):
-        raise StateError(
-            f"{what} is of layer {given}: expected layer {layer}",
-            what=what,
-            value=given,
-            limit=layer,
-        )
+        message = f"{what} is of layer {given}: expected layer {layer}"
+        raise StateError(message, what, given, layer)

@@ -1,8 +1,7 @@
 """Saved sequences: raw states at memory speed, and a verified container format."""
 
 from pykvcache.state.facts import Fingerprint
-from pykvcache.state.llama_files import LlamaStateFile
-from pykvcache.state.llama_methods import LlamaFileMethods
+from pykvcache.state.llama_files import LlamaFileMethods, LlamaStateFile
 from pykvcache.state.partial import PartialState
 from pykvcache.state.saved import StateInfo, describe_state
 from pykvcache.state.sequence import SequenceState

@@ -109,18 +109,11 @@ def find_checksum(name: str) -> str:
         raise TypeError(f"checksum must be a str, not {type(name).__name__}")
     if name not in _DIGESTS:
         known = ", ".join(_DIGESTS)
-        raise StateVersionError(
-            f"the state has checksums of type {name!r}: only {known} are supported",
-            what="checksum",
-            value=name,
-            limit=known,
-        )
+        message = f"the state has checksums of type {name!r}: only {known} are supported"
+        raise StateVersionError(message, "checksum", name, known)
     if name == "xxh3-128" and _xxh3() is None:
-        raise StateVersionError(
-            f"the state has XXH3 checksums, which need xxhash: {how_to_install('state')}",
-            what="checksum",
-            value=name,
-        )
+        message = f"the state has XXH3 checksums, which need xxhash: {how_to_install('state')}"
+        raise StateVersionError(message, "checksum", name)
     return name
 
 
@@ -151,13 +144,11 @@ def pack(metadata: Mapping[str, str], tensors: Sequence[Tensor], checksum: str) 
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     if len(header) > _MAX_HEADER:
-        raise ArgumentError(
+        message = (
             f"the header has {len(header)} bytes, more than the limit of {_MAX_HEADER}: "
-            "store large metadata elsewhere",
-            "header",
-            len(header),
-            _MAX_HEADER,
+            "store large metadata elsewhere"
         )
+        raise ArgumentError(message, "header", len(header), _MAX_HEADER)
     start = struct.pack("<Q", len(header)) + header
     data = [t.data.reshape(-1).data for t in tensors]
     digests = b"".join(_digest(checksum, piece) for piece in [memoryview(start), *data])
@@ -205,12 +196,10 @@ def parse(data: ByteArray, *, verify: bool = True) -> Container:
     if not all(type(value) is str for value in text.values()):
         raise StateDamaged("the header holds metadata that is not text", what="header")
     if text.get("version") != str(VERSION):
-        raise StateVersionError(
-            f"the state has format version {text.get('version')}: this version reads {VERSION}",
-            what="version",
-            value=text.get("version"),
-            limit=str(VERSION),
+        message = (
+            f"the state has format version {text.get('version')}: this version reads {VERSION}"
         )
+        raise StateVersionError(message, "version", text.get("version"), str(VERSION))
     checksum = find_checksum(str(text.get("checksum")))
     tensors = _tensors(data, start, entries)
     table = tensors.pop(CHECKSUMS, None)
@@ -238,19 +227,11 @@ def _header(data: ByteArray) -> tuple[int, dict[str, Any]]:
             "not a state of pykvcache: it does not start like a safetensors file"
         )
     if len(data) < 8:
-        raise StateTruncated(
-            f"not a state of pykvcache, or cut off: it ends after {len(data)} bytes",
-            what="bytes",
-            value=len(data),
-            limit=8,
-        )
+        message = f"not a state of pykvcache, or cut off: it ends after {len(data)} bytes"
+        raise StateTruncated(message, "bytes", len(data), 8)
     if len(data) < 8 + size:
-        raise StateTruncated(
-            f"the state ends after {len(data)} bytes, within its header",
-            what="bytes",
-            value=len(data),
-            limit=8 + size,
-        )
+        message = f"the state ends after {len(data)} bytes, within its header"
+        raise StateTruncated(message, "bytes", len(data), 8 + size)
     try:
         entries = json.loads(data[8 : 8 + size].tobytes())
     except (ValueError, RecursionError):
@@ -276,12 +257,8 @@ def _tensors(data: ByteArray, start: int, entries: Mapping[str, Any]) -> dict[st
             if end - begin != prod(shape) * _SIZES[entry["dtype"]]:
                 raise ValueError
             if start + end > len(data):
-                raise StateTruncated(
-                    f"the state ends after {len(data)} bytes, within {name}",
-                    what=f"bytes of {name}",
-                    value=len(data),
-                    limit=start + end,
-                )
+                message = f"the state ends after {len(data)} bytes, within {name}"
+                raise StateTruncated(message, f"bytes of {name}", len(data), start + end)
             view = data[start + begin : start + end]
             tensors[name] = Tensor(name, entry["dtype"], shape, view)
             at = end
@@ -290,10 +267,6 @@ def _tensors(data: ByteArray, start: int, entries: Mapping[str, Any]) -> dict[st
     except (ValueError, TypeError, KeyError, AttributeError):
         raise StateDamaged("the header's list of tensors is invalid", what="header") from None
     if start + at != len(data):
-        raise StateTrailingBytes(
-            f"the state has {len(data) - start - at} trailing bytes",
-            what="bytes",
-            value=len(data),
-            limit=start + at,
-        )
+        message = f"the state has {len(data) - start - at} trailing bytes"
+        raise StateTrailingBytes(message, "bytes", len(data), start + at)
     return tensors

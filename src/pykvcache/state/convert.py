@@ -42,39 +42,35 @@ def _compare(layout: PartLayout, target: PartLayout, *, convert: bool) -> None:
     for what in ("part", "n_layer", "extended"):
         need_equal(what, getattr(layout, what), getattr(target, what))
     if len(layout.rows) != len(target.rows):
-        raise StateLayoutMismatch(
+        message = (
             f"the state has {len(layout.rows)} tensors in its {layout.part} part, "
-            f"but this context has {len(target.rows)}",
-            what="tensors",
-            value=len(layout.rows),
-            limit=len(target.rows),
+            f"but this context has {len(target.rows)}"
         )
+        raise StateLayoutMismatch(message, "tensors", len(layout.rows), len(target.rows))
     for rows, wanted in zip(layout.rows, target.rows, strict=True):
         for what in ("what", "layer", "n_embd", "n_head", "head_dim"):
             name = f"{what} of layer {wanted.layer}"
             need_equal(name, getattr(rows, what), getattr(wanted, what))
         if rows.type == wanted.type and rows.rotation == wanted.rotation:
             if rows.row_bytes != wanted.row_bytes:
-                raise StateLayoutMismatch(
+                message = (
                     f"a row of layer {wanted.layer} has {rows.row_bytes} bytes in the state, but "
-                    f"{wanted.row_bytes} in this context",
-                    what=f"row of layer {wanted.layer}",
-                    value=rows.row_bytes,
-                    limit=wanted.row_bytes,
+                    f"{wanted.row_bytes} in this context"
+                )
+                raise StateLayoutMismatch(
+                    message, f"row of layer {wanted.layer}", rows.row_bytes, wanted.row_bytes
                 )
         elif rows.what not in ("k", "v"):
-            raise StateLayoutMismatch(
-                f"the recurrent state of layer {rows.layer} has a different type in this context",
-                what=f"layer {rows.layer}",
+            message = (
+                f"the recurrent state of layer {rows.layer} has a different type in this context"
             )
+            raise StateLayoutMismatch(message, f"layer {rows.layer}")
         elif not convert:
-            raise StateLayoutMismatch(
+            message = (
                 f"{rows.what.upper()} is stored as {_name(rows)} in the state and as "
-                f"{_name(wanted)} in this context: pass convert=True to convert it, with rounding",
-                what=rows.what,
-                value=_name(rows),
-                limit=_name(wanted),
+                f"{_name(wanted)} in this context: pass convert=True to convert it, with rounding"
             )
+            raise StateLayoutMismatch(message, rows.what, _name(rows), _name(wanted))
 
 
 def _name(rows: Rows) -> str:

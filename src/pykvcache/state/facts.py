@@ -96,33 +96,29 @@ class Fingerprint:
             raise TypeError(f"here must be a Fingerprint, not {type(here).__name__}")
         if self.model != here.model:
             held, known = self._called(), here._called()
-            raise StateModelMismatch(
+            message = (
                 f"the state belongs to another model, {held}; this one is {known}: load that "
-                "model, or evaluate the text with this one",
-                what="model",
-                value=self.model,
-                limit=here.model,
+                "model, or evaluate the text with this one"
             )
+            raise StateModelMismatch(message, "model", self.model, here.model)
         for what in ("memory", "causal"):
             need_equal(what, getattr(self, what), getattr(here, what))
         if self.adapters != here.adapters:
-            raise StateLayoutMismatch(
+            message = (
                 f"the state was computed with {_named(self.adapters)}, and this context computes "
                 f"with {_named(here.adapters)}: use the same ones (set_adapters, --lora), or "
-                "evaluate the text again",
-                what="adapters",
-                value=self.adapters,
-                limit=here.adapters,
+                "evaluate the text again"
             )
+            raise StateLayoutMismatch(message, "adapters", self.adapters, here.adapters)
         if self.rope.get(_INDEX) != here.rope.get(_INDEX):
             held, known = (_HOW.get(one.rope.get(_INDEX), _UNSAID) for one in (self, here))
-            raise StateLayoutMismatch(
+            message = (
                 f"the state was computed {held} the index of this model's attention, but this "
                 f"context computes {known} it (kv_unified, n_seq_max, flash_attn): use a context "
-                "with the same settings, or evaluate the text again",
-                what="index",
-                value=self.rope.get(_INDEX),
-                limit=here.rope.get(_INDEX),
+                "with the same settings, or evaluate the text again"
+            )
+            raise StateLayoutMismatch(
+                message, "index", self.rope.get(_INDEX), here.rope.get(_INDEX)
             )
         if self.rope_digest != here.rope_digest:
             differ = [
@@ -130,14 +126,12 @@ class Fingerprint:
                 for name in sorted({*self.rope, *here.rope})
                 if self.rope.get(name) != here.rope.get(name)
             ]
-            raise StateLayoutMismatch(
+            message = (
                 "this context rotates keys differently (rope_freq_base, rope_freq_scale, yarn_*): "
                 # The digest covers all layers and the factors, `rope` only one layer.
-                + (", ".join(differ) or "the frequency factors or another layer differ"),
-                what="rope",
-                value=self.rope,
-                limit=here.rope,
+                + (", ".join(differ) or "the frequency factors or another layer differ")
             )
+            raise StateLayoutMismatch(message, "rope", self.rope, here.rope)
 
     def _called(self) -> str:
         """Describe the model by name and fingerprint: other weights may have the same name."""

@@ -32,12 +32,8 @@ Members = tuple[IntArray, IntArray]
 def need_equal(what: str, found: object, wanted: object) -> None:
     """Raise `StateLayoutMismatch` if a state differs from this context."""
     if found != wanted:
-        raise StateLayoutMismatch(
-            f"{what} is {found!r} in the state, but {wanted!r} in this context",
-            what=what,
-            value=found,
-            limit=wanted,
-        )
+        message = f"{what} is {found!r} in the state, but {wanted!r} in this context"
+        raise StateLayoutMismatch(message, what, found, wanted)
 
 
 @dataclass(frozen=True)

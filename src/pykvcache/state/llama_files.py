@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -12,20 +12,24 @@ import numpy.typing as npt
 from pykvcache._arguments import ByteArray, TokenInput, as_bool, as_bytes, as_path, as_token_array
 from pykvcache._native import lib
 from pykvcache.errors import (
+    ArgumentError,
     StateDamaged,
     StateFormatError,
+    StateLayoutMismatch,
+    StateModelMismatch,
     StateTruncated,
     StateVersionError,
 )
 from pykvcache.state.atomic import write_atomically
 from pykvcache.state.container import naming, open_file
 from pykvcache.state.layout import IntArray
+from pykvcache.state.methods import StateMethods
 from pykvcache.state.saved import Path
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["LlamaStateFile"]
+__all__ = ["LlamaFileMethods", "LlamaStateFile"]
 
 _KINDS = {0x67677371: "sequence", 0x6767736E: "context"}
 _MAGICS = {kind: magic for magic, kind in _KINDS.items()}
@@ -158,34 +162,23 @@ class LlamaStateFile:
             raise StateFormatError("the file is empty")
         words = np.frombuffer(data[: min(len(data), _START) // 4 * 4].tobytes(), "<u4").tolist()
         if not words or words[0] not in _KINDS:
-            raise StateFormatError(
+            message = (
                 "not a state file of llama.cpp: it does not start with ggsq or ggsn; "
-                "load files of save_sequence and save_context with load_sequence and load_context",
+                "load files of save_sequence and save_context with load_sequence and load_context"
             )
+            raise StateFormatError(message)
         kind = _KINDS[words[0]]
         if len(words) > 1 and words[1] not in _VERSIONS[kind]:
             known = " and ".join(map(str, _VERSIONS[kind]))
-            raise StateVersionError(
-                f"the file of a {kind} has version {words[1]}: this build reads {known}",
-                what="version",
-                value=words[1],
-                limit=_VERSIONS[kind],
-            )
+            message = f"the file of a {kind} has version {words[1]}: this build reads {known}"
+            raise StateVersionError(message, "version", words[1], _VERSIONS[kind])
         if len(words) < 3:
-            raise StateTruncated(
-                f"the file ends after {len(data)} bytes, within its header",
-                what="bytes",
-                value=len(data),
-                limit=_START,
-            )
+            message = f"the file ends after {len(data)} bytes, within its header"
+            raise StateTruncated(message, "bytes", len(data), _START)
         end = _START + 4 * words[2]
         if end > len(data):
-            raise StateTruncated(
-                f"the file ends after {len(data)} bytes, within its {words[2]} tokens",
-                what=f"bytes of {words[2]} tokens",
-                value=len(data),
-                limit=end,
-            )
+            message = f"the file ends after {len(data)} bytes, within its {words[2]} tokens"
+            raise StateTruncated(message, f"bytes of {words[2]} tokens", len(data), end)
         packed = np.frombuffer(data[_START:end].tobytes(), "<i4").astype(np.int32)
         tokens, n_media = _unpacked(packed) if kind == "sequence" else (packed, 0)
         made = cls.__new__(cls)
@@ -258,12 +251,8 @@ def _unpacked(packed: IntArray) -> tuple[IntArray, int]:
 
     version = number()
     if version != 1:
-        raise StateVersionError(
-            f"llama-server's tokens have version {version}: only 1 is supported",
-            what="version",
-            value=version,
-            limit=1,
-        )
+        message = f"llama-server's tokens have version {version}: only 1 is supported"
+        raise StateVersionError(message, "version", version, 1)
     tokens = np.frombuffer(skipped(4 * number(), "the tokens"), "<i4").astype(np.int32)
     n_media = number()
     keys = np.frombuffer(skipped(4 * n_media, "the places of media"), "<u4")
@@ -272,14 +261,130 @@ def _unpacked(packed: IntArray) -> tuple[IntArray, int]:
     for _ in range(n_media):
         skipped(number(), "a medium")
     if len(data) - at >= 4:
-        raise StateDamaged(
-            f"llama-server's tokens have {len(data) - at} trailing bytes",
-            what="tokens",
-            value=len(data),
-            limit=at,
-        )
+        message = f"llama-server's tokens have {len(data) - at} trailing bytes"
+        raise StateDamaged(message, "tokens", len(data), at)
     if not n_media and (tokens == _NO_TOKEN).any():
         raise StateDamaged(
             "llama-server's tokens have a placeholder without its medium", what="media"
         )
     return tokens, n_media
+
+
+class LlamaFileMethods(StateMethods):
+    """Exchange files with llama.cpp and llama-server; base class of `LlamaContext`."""
+
+    def save_llama_file(
+        self,
+        path: Path,
+        seq_id: SupportsIndex | None = None,
+        tokens: TokenInput | None = None,
+        *,
+        sync: bool = True,
+    ) -> int:
+        """Save a sequence or the whole context in llama.cpp's own file format.
+
+        Writes the same bytes as ``llama_state_seq_save_file``, or as ``llama_state_save_file`` for
+        ``None``; llama-server restores the former as a slot. The file has no checksum and does not
+        identify its model: use `save_sequence` for that.
+
+        Parameters
+        ----------
+        path, sync
+            As for `SequenceState.save`.
+        seq_id
+            Sequence id; ``None`` for the whole context.
+        tokens
+            Token ids, one per held position of the sequence, or any number for a context. ``None``
+            writes none; llama-server treats such a slot as empty.
+
+        Returns
+        -------
+        int
+            Size of the file in bytes.
+
+        Raises
+        ------
+        SequenceIdError, UnsupportedOperation
+            As for `get_state`.
+        ValueError, TypeError
+            The number of tokens differs from the number of positions, or they are not tokens.
+        StateFileError
+            The file cannot be written; an older file of that name is unchanged.
+        """
+        self._check_open()
+        name = as_path(path, order="save_llama_file(path, seq_id)")
+        state, firsts = self._native.take_state(seq_id)
+        file = LlamaStateFile(state, () if tokens is None else tokens)
+        if seq_id is not None and tokens is not None:
+            part = self._split(state, whole=False)[0][0]
+            held = len(part)
+            if part.layout.part == "recurrent" and held:
+                held = int(part.positions[0]) - firsts[0][1] + 1
+            if len(file.tokens) != held:
+                message = f"{len(file.tokens)} tokens given, but the sequence holds {held}"
+                raise ArgumentError(message, "tokens", len(file.tokens), held)
+        return file.save(name, sync=sync)
+
+    def load_llama_file(
+        self, path: Path, seq_id: SupportsIndex | None = None, *, mapped: bool = True
+    ) -> LlamaStateFile:
+        """Restore a sequence or the whole context from one of llama.cpp's own files.
+
+        A file of ``llama_state_seq_save_file`` or of a llama-server slot restores a sequence, one
+        of ``llama_state_save_file`` the whole context. The content is checked as in `set_state`
+        before anything changes. The file does not record its model and settings: you must make
+        sure that they match and that the file is undamaged.
+
+        Parameters
+        ----------
+        path, mapped
+            As for `SequenceState.load`.
+        seq_id
+            Sequence id, may differ from the source's; ``None`` for the whole context.
+
+        Returns
+        -------
+        LlamaStateFile
+            The loaded file, with its ``tokens``: as many as were written, which may differ
+            from the number of held positions.
+
+        Raises
+        ------
+        StateFileError, StateFormatError, StateVersionError, StateTruncated, StateDamaged
+            As for `LlamaStateFile.load`; or the file does not hold one complete state, or a context
+            where a sequence was requested, or the reverse.
+        StateModelMismatch
+            A token is not in the vocabulary of this model.
+        StateLayoutMismatch
+            The state is from a different memory; or it is an old file (version 2) of quantised K/V,
+            which newer versions of llama.cpp store rotated.
+        SequenceIdError, StateTrailingBytes, NoKvCacheSlot, PositionError, UnsupportedOperation
+            As for `set_state`.
+        """
+        self._check_open()
+        name = as_path(path, order="load_llama_file(path, seq_id)")
+        file = LlamaStateFile.load(name, mapped=mapped)
+        with naming(name):
+            self._put(file, seq_id)
+        return file
+
+    def _put(self, file: LlamaStateFile, seq_id: SupportsIndex | None) -> None:
+        if (file.kind == "context") != (seq_id is None):
+            hint = "pass no seq_id" if file.kind == "context" else "pass its new seq_id"
+            raise StateFormatError(
+                f"the file holds a {file.kind}: {hint}", what="kind", value=file.kind
+            )
+        foreign = file.tokens[file.tokens >= max(self._model.n_vocab, 1)]
+        if foreign.size or (file.tokens < (-1 if file.n_media else 0)).any():
+            worst = foreign[0] if foreign.size else file.tokens.min()
+            message = (
+                f"the file has token {worst}, but the vocabulary has {self._model.n_vocab} tokens"
+            )
+            raise StateModelMismatch(message, "tokens", int(worst), self._model.n_vocab - 1)
+        if file.version == 2 and any(rows.rotation for part in self._layouts for rows in part.rows):
+            message = (
+                "the file has version 2, which does not record whether quantised keys and values "
+                "are rotated as in this context"
+            )
+            raise StateLayoutMismatch(message, "version", 2)
+        self._native.set_state(seq_id, file._pieces, None)

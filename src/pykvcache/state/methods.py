@@ -42,9 +42,7 @@ class StateMethods(PartialStateMethods):
 
         Raises
         ------
-        SequenceIdError
-            ``seq_id`` is not in ``[0, n_seq_max)``.
-        UnsupportedOperation
+        SequenceIdError, UnsupportedOperation
             As for `get_state`.
         """
         return self._native.state_size(seq_id)
@@ -107,8 +105,8 @@ class StateMethods(PartialStateMethods):
 
         Raises
         ------
-        SequenceIdError
-            ``seq_id`` is not in ``[0, n_seq_max)``.
+        SequenceIdError, UnsupportedOperation
+            As for `get_state`.
         StateTruncated, StateTrailingBytes, StateDamaged
             The bytes are not one complete state, or values are NaN, infinite or too large.
         PositionError
@@ -117,8 +115,6 @@ class StateMethods(PartialStateMethods):
             The state is from a different memory: other layers, types, streams or sequences.
         NoKvCacheSlot
             There is no room for that many cells.
-        UnsupportedOperation
-            As for `get_state`.
         """
         order = "set_state(buffer, seq_id)"
         self._native.set_state(seq_id, [as_bytes(buffer, "buffer", order=order)], None)
@@ -144,12 +140,10 @@ class StateMethods(PartialStateMethods):
 
         Raises
         ------
-        SequenceIdError
-            ``seq_id`` is not in ``[0, n_seq_max)``.
+        SequenceIdError, UnsupportedOperation
+            As for `get_state`.
         ValueError, TypeError
             The number of tokens differs from the number of positions, or the metadata is not JSON.
-        UnsupportedOperation
-            As for `get_state`.
         ModelLoadError
             The model's file changed after it was loaded, so it cannot be fingerprinted.
         """
@@ -185,8 +179,6 @@ class StateMethods(PartialStateMethods):
 
         Raises
         ------
-        SequenceIdError
-            ``seq_id`` is not in ``[0, n_seq_max)``.
         StateModelMismatch
             The state belongs to another model.
         StateLayoutMismatch
@@ -194,9 +186,7 @@ class StateMethods(PartialStateMethods):
             false.
         StateError
             With ``convert``: the state holds NaN, or values too large for the target type.
-        NoKvCacheSlot
-            There is no room for that many cells.
-        UnsupportedOperation
+        SequenceIdError, NoKvCacheSlot, UnsupportedOperation
             As for `set_state`.
         """
         self._check_open()
@@ -304,13 +294,11 @@ class StateMethods(PartialStateMethods):
         state.fingerprint.check(self.fingerprint)
         for streams, layout in zip(state.parts, self._layouts, strict=False):
             if layout.part != "recurrent" and len(streams) != layout.n_stream:
-                raise StateLayoutMismatch(
+                message = (
                     f"the state has {len(streams)} streams, but this context has {layout.n_stream} "
-                    "(kv_unified, n_seq_max): restore single sequences instead",
-                    what="streams",
-                    value=len(streams),
-                    limit=layout.n_stream,
+                    "(kv_unified, n_seq_max): restore single sequences instead"
                 )
+                raise StateLayoutMismatch(message, "streams", len(streams), layout.n_stream)
         parts = self._fitted(state.parts, convert=convert)
         set_parts(self._native, None, parts, list(state.firsts.items()))
 
@@ -387,12 +375,8 @@ class StateMethods(PartialStateMethods):
     def _fitted(self, parts: Sequence[Sequence[Part]], *, convert: bool) -> list[list[Part]]:
         convert = as_bool(convert, "convert")
         if len(parts) != len(self._layouts):
-            raise StateLayoutMismatch(
-                f"the state has {len(parts)} parts, but this context has {len(self._layouts)}",
-                what="kinds of cache",
-                value=len(parts),
-                limit=len(self._layouts),
-            )
+            message = f"the state has {len(parts)} parts, but this context has {len(self._layouts)}"
+            raise StateLayoutMismatch(message, "kinds of cache", len(parts), len(self._layouts))
         return [
             [fit(part, layout, convert=convert) for part in streams]
             for streams, layout in zip(parts, self._layouts, strict=True)

@@ -83,12 +83,10 @@ class PartialStateMethods:
     def get_partial_state(self, seq_id: SupportsIndex) -> PartialState:
         """Copy the part of a sequence that cannot be rewound, as a checkpoint.
 
-        Attention is rewound by removing its last cells. A recurrent state and a window that has
-        slid cannot be. Take a partial state at each position you may return to (the end of a
-        prompt, each turn of a chat) and pass it to `set_partial_state`. It costs one copy of a
-        state or a window, independent of the length of the sequence
-        (``llama_state_seq_get_data_ext`` with ``LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY``). Pending
-        shifts and copies are applied first.
+        Take one at each position you may return to (the end of a prompt, each turn of a chat) and
+        pass it to `set_partial_state`. It costs one copy of a state or a window, independent of the
+        length of the sequence (``llama_state_seq_get_data_ext`` with
+        ``LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY``). Pending shifts and copies are applied first.
 
         Raises
         ------

@@ -215,21 +215,13 @@ class Saved(ABC):
     def _checked(cls, container: Container) -> Self:
         kind = container.metadata.get("kind")
         if kind != cls.kind:
-            raise StateFormatError(
-                f"this is the state of a {kind}: expected a {cls.kind}",
-                what="kind",
-                value=kind,
-                limit=cls.kind,
-            )
+            message = f"this is the state of a {kind}: expected a {cls.kind}"
+            raise StateFormatError(message, "kind", kind, cls.kind)
         state = cls._parsed(container)
         said = container.metadata.get("n_tokens")
         if said != str(state.n_tokens):
-            raise StateDamaged(
-                f"the state's header has no valid n_tokens: {said!r}, not {state.n_tokens}",
-                what="n_tokens",
-                value=said,
-                limit=state.n_tokens,
-            )
+            message = f"the state's header has no valid n_tokens: {said!r}, not {state.n_tokens}"
+            raise StateDamaged(message, "n_tokens", said, state.n_tokens)
         return state
 
 
@@ -306,11 +298,8 @@ def _described(container: Container) -> StateInfo:
     is_kind = text.get("kind") in ("sequence", "context")
     if not (count.isdecimal() and len(count) < 20 and is_kind):
         what = "n_tokens" if is_kind else "kind"
-        raise StateDamaged(
-            f"the state's header has no valid {what}: {text.get(what)!r}",
-            what=what,
-            value=text.get(what),
-        )
+        message = f"the state's header has no valid {what}: {text.get(what)!r}"
+        raise StateDamaged(message, what, text.get(what))
     return StateInfo(
         kind=text["kind"],
         n_tokens=int(count),

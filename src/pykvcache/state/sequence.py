@@ -59,12 +59,10 @@ class SequenceState(Saved):
         self._tokens = None if tokens is None else as_token_array(tokens)
         if self._tokens is not None:
             if len(self._tokens) != self.n_tokens:
-                raise ArgumentError(
-                    f"{len(self._tokens)} tokens given, but the sequence holds {self.n_tokens}",
-                    "tokens",
-                    len(self._tokens),
-                    self.n_tokens,
+                message = (
+                    f"{len(self._tokens)} tokens given, but the sequence holds {self.n_tokens}"
                 )
+                raise ArgumentError(message, "tokens", len(self._tokens), self.n_tokens)
             self._tokens = self._tokens.copy()
             self._tokens.flags.writeable = False
 
@@ -225,13 +223,9 @@ class SequenceState(Saved):
             state._check_joins(states[0])
         for before, after in pairwise(states):
             if len(before) and len(after) and before.positions[-1] >= after.positions[0]:
-                raise StateError(
-                    f"a block that starts at {after.positions[0]} cannot follow one that ends at "
-                    f"{before.positions[-1]}",
-                    what="first position",
-                    value=int(after.positions[0]),
-                    limit=int(before.positions[-1]) + 1,
-                )
+                start, end = int(after.positions[0]), int(before.positions[-1])
+                message = f"a block that starts at {start} cannot follow one that ends at {end}"
+                raise StateError(message, "first position", start, end + 1)
         if len(states) == 1:
             return states[0]
         tokens = [state.tokens for state in states]
@@ -292,12 +286,8 @@ class SequenceState(Saved):
         except (ValueError, RecursionError) as error:
             raise StateDamaged(str(error), what="header") from None
         if state.first != int(first):
-            raise StateDamaged(
-                f"the state begins at {state.first}, not at {first}",
-                what="first position",
-                value=state.first,
-                limit=int(first),
-            )
+            message = f"the state begins at {state.first}, not at {first}"
+            raise StateDamaged(message, "first position", state.first, int(first))
         return state
 
 

@@ -57,12 +57,8 @@ class ContextState(Saved):
         for seq, given in self._tokens.items():
             n = self._count(seq)
             if len(given) != n:
-                raise ArgumentError(
-                    f"{len(given)} tokens given for sequence {seq}, but it holds {n}",
-                    f"tokens of sequence {seq}",
-                    len(given),
-                    n,
-                )
+                message = f"{len(given)} tokens given for sequence {seq}, but it holds {n}"
+                raise ArgumentError(message, f"tokens of sequence {seq}", len(given), n)
             given.flags.writeable = False
 
     @property

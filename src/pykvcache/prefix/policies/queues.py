@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from pykvcache.prefix.node import Component
-from pykvcache.prefix.policies.base import Leaves, Policy, lower
+from pykvcache.prefix.policies.base import ByPriority, Leaves, Policy, lower
 
 __all__ = ["S3FIFO", "SLRU"]
 
@@ -13,7 +13,7 @@ __all__ = ["S3FIFO", "SLRU"]
 _GHOST_BYTES = 120
 
 
-class SLRU(Policy):
+class SLRU(ByPriority):
     """Segmented LRU: a second use moves a component to a protected segment of 80 % of the budget.
 
     New components are on probation and are evicted first. If the protected segment is too large,
@@ -23,12 +23,15 @@ class SLRU(Policy):
     protected_share = 0.8
 
     def __init__(self) -> None:
+        super().__init__()
         self._limit = 0.0
-        self._probation = Leaves()
-        self._last_resort = Leaves()
         self._protected: OrderedDict[Component, int] = OrderedDict()  # with their bytes
         self._bytes = 0
         self._clock = 0
+
+    def priority(self, one: Component) -> tuple[bool, int]:
+        """Return whether it is protected, and when it entered its segment or was last used."""
+        return one in self._protected, one.notes
 
     def resize(self, max_bytes: int) -> None:
         """Set the limit of the protected segment."""
@@ -48,11 +51,10 @@ class SLRU(Policy):
         self._stamp(one)
         self._protect(one)
         self._protected.move_to_end(one)
-        self._enter(one)
+        super().used(one)
         self._demote()
 
     def _protect(self, one: Component) -> None:
-        """Count a component as protected, with its current bytes."""
         self._bytes += one.n_bytes - self._protected.get(one, 0)
         self._protected[one] = one.n_bytes
 
@@ -61,7 +63,7 @@ class SLRU(Policy):
             one, n_bytes = self._protected.popitem(last=False)
             self._bytes -= n_bytes
             self._stamp(one)
-            self._enter(one)
+            super().used(one)
 
     def split(self, head: Component, tail: Component) -> None:
         """Put the head into the tail's segment, next to it."""
@@ -79,19 +81,6 @@ class SLRU(Policy):
             self._protected[one] = left
             if not left:
                 del self._protected[one]
-
-    def evictable(self, one: Component) -> None:
-        """Add the component to the heap of its segment."""
-        self._enter(one)
-
-    def _enter(self, one: Component) -> None:
-        if one.is_evictable:
-            leaves = self._last_resort if one in self._protected else self._probation
-            leaves.push(one, one.notes)
-
-    def victim(self) -> Component | None:
-        """Return the least recently used on probation, or else the least recently protected."""
-        return lower(self._probation.first(), self._last_resort.first())
 
 
 class S3FIFO(Policy):

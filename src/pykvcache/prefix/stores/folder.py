@@ -69,8 +69,7 @@ def _open(path: str) -> io.FileIO:
 class BlockFiles:
     """The files below one folder, one per block; methods may raise OSError.
 
-    A block is written to a temporary file and renamed. The temporary file also serves as a lock:
-    two processes do not write the same block.
+    A block is written to a temporary file, which is also its writers' lock, and renamed.
     """
 
     def __init__(self, root: str) -> None:
@@ -124,10 +123,7 @@ class BlockFiles:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
     def write(self, key: bytes, view: memoryview, used: int) -> bool:
-        """Write a block; return False if another process is writing it.
-
-        The file gets its last-use time, in nanoseconds, so that the index can be rebuilt.
-        """
+        """Write a block and its last-use time; return False if another process is writing it."""
         temporary = os.path.join(self._temporary, key.hex())
         if (file := self._claim(temporary)) is None:
             return False
@@ -215,10 +211,9 @@ class BlockFiles:
 class FolderStore(BlockStore):
     """Keeps blocks in a folder of a local disk, shared by any number of processes.
 
-    A killed process leaves at most a temporary file. A missing or damaged index is rebuilt from
-    the files. A full disk and a folder that cannot be written are counted, not raised. Nothing is
-    flushed to the disk: after a power cut the newest blocks may be damaged, which their checksums
-    detect.
+    A missing or damaged index is rebuilt from the files. A full disk and a folder that cannot be
+    written are counted, not raised. Nothing is flushed to the disk: after a power cut the newest
+    blocks may be damaged, which their checksums detect.
 
     Parameters
     ----------
@@ -226,9 +221,8 @@ class FolderStore(BlockStore):
         The folder. If it does not exist, it is created, readable only by its owner. ``~`` is
         expanded.
     max_bytes : int
-        Upper bound on all bytes in the folder over all processes: blocks in units of 4 KiB, blocks
-        that are being written, and the index. At least 4 MiB. If processes give different
-        limits, the smallest applies.
+        Upper bound on all bytes in the folder, at least 4 MiB: blocks in units of 4 KiB, blocks
+        being written, and the index. Of the limits of several processes the smallest applies.
 
     Raises
     ------
@@ -346,7 +340,6 @@ class FolderStore(BlockStore):
         return new
 
     def _write(self, new: list[_Block]) -> int:
-        """Write blocks; return how many were written."""
         n_written = 0
         for i, (key, view, used) in enumerate(new):
             try:
@@ -370,7 +363,6 @@ class FolderStore(BlockStore):
                 rows.remove(key)
 
     def _is_coming(self, key: bytes) -> bool:
-        """Return whether a process is writing a block, or has just written it."""
         return self._files.has_writer(key) or self._files.stat(key) is not None
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -382,7 +374,6 @@ class FolderStore(BlockStore):
 
     @staticmethod
     def _use(rows: Rows, keys: list[bytes]) -> list[tuple[bytes, int]]:
-        """Return the new last-use time of each stored block."""
         now = rows.now(len(keys))
         return [(key, now - i) for i, key in enumerate(keys) if rows.use(key, now - i)]
 
@@ -394,14 +385,11 @@ class FolderStore(BlockStore):
         )
 
     def _evict(self, rows: Rows, n_bytes: int, before: int = MAX_TIME) -> list[bytes]:
-        """Remove the least recently used blocks until ``n_bytes`` are free.
-
-        A file is removed before its row: if the process dies in between, too much is counted, never
-        too little.
-        """
+        """Remove the least recently used blocks until ``n_bytes`` are free."""
         removed: list[bytes] = []
         while n_bytes > 0 and (oldest := rows.oldest(before)) is not None:
             key, size = oldest
+            # The file first: if the process dies in between, too much is counted, never too little.
             with contextlib.suppress(PermissionError):
                 self._files.remove(key)
             rows.remove(key)
@@ -431,52 +419,40 @@ class FolderStore(BlockStore):
             return otherwise
         try:
             self._files.make_folders()  # the folder may have been removed
-            with self._transaction() as rows:
+            with self._index.transaction() as rows:
+                if rows.is_new:  # lost
+                    self._reconcile(rows)
                 return work(rows)
         except _FAILURES as error:
             self._failed(error)
             return otherwise
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[Rows]:
-        """Hold the write lock; rebuild a lost index from the files."""
-        with self._index.transaction() as rows:
-            if rows.is_new:
-                found = [*self._files.all()]
-                for key, size, used in found:
-                    rows.add(key, size, min(used, time.time_ns()))
-                self.counters.add(rebuilt=bool(found))
-            yield rows
 
     def _recover(self) -> None:
         """Make the index agree with the files, in case a process died or the index is damaged."""
         try:
             self._files.make_folders()
             self.counters.add(swept=self._files.sweep())
-            with contextlib.suppress(sqlite3.DatabaseError):
-                return self._reconcile()
-            self._reconcile()  # a damaged index was removed, and is rebuilt
+            with contextlib.suppress(sqlite3.DatabaseError), self._index.transaction() as rows:
+                return self._reconcile(rows)
+            with self._index.transaction() as rows:  # a damaged index was removed, and is rebuilt
+                self._reconcile(rows)
         except _FAILURES as error:
             self._failed(error)
             _log.warning("blocks in %s are read, but not written: %s", self.path, error)
 
-    def _reconcile(self) -> None:
+    def _reconcile(self, rows: Rows) -> None:
         """Add missing rows, and remove those of missing files."""
-        n_added = 0
-        with self._transaction() as rows:
-            known = rows.check()
-            there = self._files.keys()
-            for key in there - known:
-                if (facts := self._files.stat(key)) is not None:
-                    rows.add(key, facts.st_size, min(facts.st_mtime_ns, time.time_ns()))
-                    n_added += 1
-            for key in known - there:
-                if not self._is_coming(key):
-                    rows.remove(key)
+        n_added, known, there = 0, rows.check(), self._files.keys()
+        for key in there - known:
+            if (facts := self._files.stat(key)) is not None:
+                rows.add(key, facts.st_size, min(facts.st_mtime_ns, time.time_ns()))
+                n_added += 1
+        for key in known - there:
+            if not self._is_coming(key):
+                rows.remove(key)
         self.counters.add(rebuilt=n_added > 0)
 
     def _failed(self, error: Exception) -> str:
-        """Count an error; return the name of the counter."""
         number, text = getattr(error, "errno", None), str(error)
         if number in _FULL or "disk is full" in text:
             counter = "full"

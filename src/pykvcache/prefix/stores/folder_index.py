@@ -1,8 +1,8 @@
 """FolderIndex: sizes and last-use times of the blocks in a folder, in SQLite.
 
-The files are authoritative. The index bounds their size and orders their removal; if it is lost,
-damaged or of another version, it is rebuilt from them. Each transaction opens its own connection,
-which takes 0.2 ms: none is ever stale, shared by threads or inherited by a forked child.
+The files are authoritative: an index that is lost, damaged or of another version is rebuilt from
+them. Each transaction opens its own connection, which takes 0.2 ms: none is ever stale, shared by
+threads or inherited by a forked child.
 """
 
 from __future__ import annotations
@@ -95,10 +95,7 @@ class FolderIndex:
                 raise sqlite3.DatabaseError(f"the index is damaged: {error}") from error
 
     def _is_damage(self, error: Exception) -> bool:
-        """Return whether an error means damage, rather than a busy, full or inaccessible disk.
-
-        A value of a wrong type raises a TypeError; a damaged schema raises any error.
-        """
+        """Return whether an error means damage, rather than a busy, full or inaccessible disk."""
         if isinstance(error, OSError | MemoryError):
             return False
         text = str(error)
@@ -130,10 +127,7 @@ class Rows:
         self.is_new = is_new
 
     def now(self, n: int) -> int:
-        """Return a time for `n` uses, counted downwards, all later than every recorded one.
-
-        So a later call is more recent even if the clock was set back.
-        """
+        """Return a time for `n` uses, counted downwards, all later than every recorded one."""
         sql = "SELECT coalesce(max(used), 0) FROM blocks"
         ((last,),) = self._connection.execute(sql).fetchall()
         return max(time.time_ns(), min(int(last), MAX_TIME) + n)

@@ -9,9 +9,9 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from pykvcache.prefix.block_hash import TOKEN_SIZE, block_names
 
@@ -23,7 +23,6 @@ __all__ = [
     "EventLog",
     "Lookup",
     "Stored",
-    "as_dict",
 ]
 
 _log = logging.getLogger("pykvcache.prefix")
@@ -107,21 +106,11 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored:
-    """A `BlockStored` whose blocks are hashed when it is read.
+    """A `BlockStored` whose blocks are hashed when it is read."""
 
-    Attributes
-    ----------
-    root
-        Hash from which the chain continues: that of the block before the first, or of the root.
-    parent
-        Hash of the block before the first; None at the beginning of a prompt.
-    tokens
-        Tokens of all the blocks, as little-endian 32-bit integers.
-    """
-
-    root: bytes
-    parent: bytes | None
-    tokens: bytes
+    root: bytes  # hash from which the chain continues: of the block before, or of the root
+    parent: bytes | None  # hash of the block before; None at the beginning of a prompt
+    tokens: bytes  # of all the blocks, as little-endian 32-bit integers
     block_size: int
     space: str
     medium: str = _MEMORY
@@ -147,17 +136,12 @@ class EventLog:
     """The unread events of a cache: iterate to take them out, or subscribe a callback.
 
     A callback runs at the end of the call that caused the event, while the cache is locked; for
-    events of tiers, in any thread. It should return quickly. It may call the cache and its
-    sequences. Its exceptions are logged and suppressed.
+    events of tiers, in any thread. It may call the cache and its sequences, and should return
+    quickly. Its exceptions are logged and suppressed.
 
-    Parameters
-    ----------
-    max_bytes
-        Upper bound on the memory of unread events: beyond it the oldest are replaced by one
-        `AllBlocksCleared`. They are part of the cache's ``ram_bytes``.
-    later
-        ``later(call)`` returns True if it will run ``call`` itself once no change is in progress;
-        otherwise the log runs it at once.
+    Unread events beyond ``max_bytes``, part of the cache's ``ram_bytes``, are replaced by one
+    `AllBlocksCleared`, the oldest first. ``later(call)`` returns True if it will run ``call``
+    itself once no change is in progress.
     """
 
     def __init__(
@@ -232,14 +216,9 @@ class EventLog:
             self._say(self._callbacks, _public(event))
 
     def withdraw(self, space: str | None) -> set[tuple[str, bytes]]:
-        """Drop the unread `BlockStored` events of a space, or of all, without leaving a gap.
+        """Drop the unread `BlockStored` events of a space, or of all, and the removals of theirs.
 
-        Blocks stored and removed unread are not reported; the removal of others still is.
-
-        Returns
-        -------
-        set of (str, bytes)
-            Medium and hash of the blocks in tiers whose event was dropped.
+        Returns medium and hash of the blocks in tiers whose event was dropped.
         """
         kept, unread = deque[tuple[CacheEvent | Stored, int]](), set[tuple[str, bytes]]()
         with self._lock:
@@ -294,14 +273,3 @@ def _size(event: CacheEvent | Stored) -> int:
     if isinstance(event, Stored):
         return _EVENT_BYTES + len(event.tokens)
     return _EVENT_BYTES + _NAME_BYTES * len(event.block_hashes)
-
-
-def as_dict(event: CacheEvent | Lookup) -> dict[str, Any]:
-    """Return an event as a dict for JSON: its class as ``type``, hashes in hex."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, bytes):
-            return value.hex()
-        return [plain(x) for x in value] if isinstance(value, tuple) else value
-
-    return {"type": type(event).__name__} | {k: plain(v) for k, v in asdict(event).items()}

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pykvcache._arguments import as_file_name
-from pykvcache.prefix.events import EventLog, Lookup, as_dict
+from pykvcache.prefix.events import EventLog, Lookup
 
 __all__ = ["record"]
 
@@ -44,10 +44,12 @@ def record(events: EventLog, path: str | os.PathLike[str]) -> Iterator[None]:
     lock = threading.Lock()  # another thread may be in a lookup when the block ends
 
     def note(lookup: Lookup) -> None:
+        names = [name.hex() for name in lookup.block_hashes]
+        line = json.dumps({"type": "Lookup", **vars(lookup), "block_hashes": names})
         with lock:
             if not (file.closed or failed):
                 try:
-                    file.write(json.dumps(as_dict(lookup)) + "\n")
+                    file.write(line + "\n")
                 except OSError as error:
                     failed.append(error)
 

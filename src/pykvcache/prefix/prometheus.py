@@ -47,13 +47,6 @@ class CacheCollector:
     name
         The label ``cache`` of its metrics, to distinguish several caches of one process.
 
-    Raises
-    ------
-    ImportError
-        prometheus-client is not installed.
-    TypeError, ValueError
-        An argument is wrong.
-
     Examples
     --------
     ::
@@ -78,19 +71,9 @@ class CacheCollector:
         self.add(cache, name)
 
     def add(self, cache: PrefixCache, name: str) -> None:
-        """Also export another cache: a registry accepts only one `CacheCollector`.
+        """Also export another cache, under a label that no other open cache has.
 
-        Parameters
-        ----------
-        cache
-            The cache to export.
-        name
-            Its label, different from those of the other open caches.
-
-        Raises
-        ------
-        TypeError, ValueError
-            An argument is wrong, or the name is taken.
+        A registry accepts only one `CacheCollector`.
         """
         if not isinstance(cache, PrefixCache):
             raise TypeError(f"cache must be a PrefixCache, not {type(cache).__name__}")

@@ -63,10 +63,9 @@ def _low(name: bytes) -> int:
 
 
 class EventPublisher(Closing):
-    """Sends a cache's events to subscribers, from a thread of its own.
+    """Sends a cache's events to subscribers, from a thread of its own. Needs the extra ``zmq``.
 
-    The cache never waits for it: if no subscriber reads, messages are dropped, and subscribers see
-    a gap in the sequence numbers.
+    If no subscriber reads, messages are dropped, and subscribers see a gap in the sequence numbers.
 
     Parameters
     ----------
@@ -84,12 +83,8 @@ class EventPublisher(Closing):
 
     Raises
     ------
-    ImportError
-        pyzmq or msgpack is not installed (extra ``zmq``).
     OSError
         An address cannot be bound.
-    TypeError, ValueError
-        An argument is wrong, or the cache is closed.
     """
 
     def __init__(

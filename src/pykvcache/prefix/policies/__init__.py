@@ -32,13 +32,7 @@ DEFAULT: Final = "hit-density"
 
 
 def make_policy(policy: str | Policy) -> Policy:
-    """Return a new policy of this name, or the given object.
-
-    Raises
-    ------
-    ValueError
-        If there is no policy of this name.
-    """
+    """Return a new policy of this name, or the given object."""
     if isinstance(policy, Policy):
         return policy
     if not isinstance(policy, str):

@@ -60,16 +60,9 @@ class HitDensity(Policy):
     For each class of components it counts the ages at which they are used again, also for a while
     after their eviction. The density is the maximum, over all horizons, of the probability of a use
     within the horizon divided by the expected time until the use or the horizon (the Gittins
-    index). It evicts the component of least density, in tokens saved per byte, of a random sample.
-    So it acts like LRU if recent blocks return, keeps a fixed part of a cyclic scan, and acts like
-    LFU if past uses predict future ones.
-
-    Parameters
-    ----------
-    sample
-        Number of components drawn.
-    seed
-        Seed of the draws: equal traces give equal results.
+    index). Of a random ``sample`` it evicts the component of least density, in tokens saved per
+    byte. So it acts like LRU if recent blocks return, keeps a fixed part of a cyclic scan, and acts
+    like LFU if past uses predict future ones. Equal traces and seeds give equal results.
     """
 
     declines = True
@@ -234,7 +227,6 @@ class HitDensity(Policy):
         return best
 
     def _learn(self) -> None:
-        """Add the new counts; decay the old ones."""
         counts = np.bincount(np.array(self._new, np.int64), minlength=self._ended.size)
         self._ended += counts.reshape(self._ended.shape)
         self._new = []
@@ -243,7 +235,6 @@ class HitDensity(Policy):
         self._ended *= self._decay
 
     def _weigh(self) -> None:
-        """Compute the density of each class and age from the counts."""
         ended = self._ended.copy()
         # Lifetimes that have not ended reached their age, too (censored samples).
         leaves = chain.from_iterable(self._leaves.values())

@@ -1,8 +1,6 @@
-"""The contract of a store of blocks: five methods over keys and buffers, and some optional ones.
+"""The contract of a store of blocks, which `pykvcache.prefix.stores.conformance` tests.
 
-A block is bytes under a key of 32 bytes; a store never interprets it. A store of your own
-subclasses `BlockStore` and implements `contains`, `get_into`, `put`, `touch` and `trim`; all else
-has a default. `pykvcache.prefix.stores.conformance` tests this contract.
+A block is bytes under a key of 32 bytes; a store never interprets it.
 """
 
 from __future__ import annotations
@@ -218,10 +216,7 @@ class BlockStore(ABC):
 
     @classmethod
     def exists(cls, address: str) -> bool:
-        """Return whether the store at an address exists, so that tools do not create one.
-
-        True if only its server can tell.
-        """
+        """Return whether the store at an address exists; True if only its server can tell."""
         return True
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
@@ -229,10 +224,7 @@ class BlockStore(ABC):
         return [self.contains([key]) == 1 for key in check_keys(keys)]
 
     def discard(self, keys: Sequence[bytes]) -> int:
-        """Remove blocks, such as damaged ones, so that they can be written again.
-
-        Returns the number of removed blocks; 0 if the store cannot remove single blocks.
-        """
+        """Remove blocks; return how many, 0 if the store cannot remove single blocks."""
         return 0
 
     def entries(self) -> Iterator[StoreEntry]:
@@ -322,10 +314,7 @@ def writable(buffer: Buffer) -> memoryview:
 def copy_run(
     counters: StoreCounters, values: Iterable[Buffer | None], views: Sequence[memoryview]
 ) -> int:
-    """Copy blocks into the fronts of buffers, up to the first that is missing or too long.
-
-    Counts hits, misses and bytes, and returns the number of copied blocks, for `get_into`.
-    """
+    """Copy blocks up to the first that is missing or too long; count and return them."""
     done = n_bytes = 0
     for value, view in zip(values, views, strict=False):
         if value is None:

@@ -118,8 +118,6 @@ class Envelope:
     ------
     StoreError
         The secret is shorter than 16 bytes.
-    ImportError
-        There is a secret, and ``cryptography`` is not installed.
     """
 
     overhead = _HEADER.size + _CHECK
@@ -292,17 +290,7 @@ class SealedStore(BlockStore):
     A block that is damaged, truncated, forged or of another model ends the run. It is counted and
     removed from the store, so that it can be written again.
 
-    Parameters
-    ----------
-    store : BlockStore
-        The store of the sealed blocks.
-    envelope : Envelope
-        Seals and opens them.
-
-    Attributes
-    ----------
-    rejections : collections.Counter of Rejection
-        Number of rejected blocks by reason.
+    ``rejections`` counts rejected blocks by reason.
     """
 
     def __init__(self, store: BlockStore, envelope: Envelope) -> None:
@@ -325,8 +313,7 @@ class SealedStore(BlockStore):
     ) -> list[memoryview]:
         """Return the contents of the leading run of intact blocks, without a second copy.
 
-        ``sizes`` are upper bounds on the sizes of the contents in bytes. If they are exact, a
-        longer block is damaged, and is removed.
+        ``sizes`` are upper bounds in bytes. If they are exact, a longer block is damaged.
         """
         names = self._names(keys)
         # Reused memory may still hold this very block, which would complete a truncated one.

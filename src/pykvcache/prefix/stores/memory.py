@@ -52,7 +52,6 @@ class MemoryStore(BlockStore):
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
-        """Hold the lock, in the process that opened the store."""
         check_process(self._pid)
         with self._lock:
             yield

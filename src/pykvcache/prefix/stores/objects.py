@@ -70,8 +70,6 @@ class ObjectStore(RemoteStore):
         obstore cannot use the URL or the options, the bucket does not exist, or these credentials
         may not read it; or this is a forked child of a process that has used obstore. A server
         that does not answer only causes a warning.
-    ImportError
-        obstore is not installed.
     """
 
     schemes: ClassVar[frozenset[str]] = frozenset(
@@ -258,7 +256,6 @@ class ObjectStore(RemoteStore):
             yield StoreEntry(key, size, used / 1e9)
 
     def _blocks(self, uses: dict[bytes, int]) -> Iterator[tuple[bytes, int, int]]:
-        """Yield key, size and time of use in nanoseconds of every block."""
         for entry in self._list():
             with contextlib.suppress(ValueError):
                 key = bytes.fromhex(entry["path"].rpartition("/")[2])

@@ -49,9 +49,9 @@ class RedisStore(RemoteStore):
     """Keeps blocks in a Redis or Valkey server. Needs the extra ``redis``.
 
     If a server is slow, full, read-only or gone, its blocks are misses, and one warning is logged.
-    A circuit breaker stops requests for a while, and resumes once the server answers. The server
-    itself evicts blocks (``maxmemory``). It keeps last-use times to the second, so `trim` removes
-    all blocks last used in the same second together.
+    A circuit breaker then stops requests for a while. The server itself evicts blocks
+    (``maxmemory``). It keeps last-use times to the second, so `trim` removes all blocks last used
+    in the same second together.
 
     Parameters
     ----------
@@ -71,8 +71,6 @@ class RedisStore(RemoteStore):
     StoreError
         The URL is invalid, or the server refuses: a wrong password, a user who may not read
         these keys, an untrusted certificate. A server that does not answer only causes a warning.
-    ImportError
-        redis is not installed.
     """
 
     schemes: ClassVar[frozenset[str]] = frozenset({"redis", "rediss", "unix", "valkey", "valkeys"})
@@ -126,7 +124,6 @@ class RedisStore(RemoteStore):
         return self._redis.Redis.from_url(url, **options)
 
     def _probe(self) -> None:
-        """Read a missing block; raise if blocks cannot be read."""
         self._client.get(self._prefix + bytes(KEY_SIZE))
 
     def _kind_of(self, error: Exception) -> str:
@@ -240,10 +237,9 @@ class RedisStore(RemoteStore):
         self._each(self._commands("TOUCH", check_keys(keys)[::-1]))
 
     def trim(self, max_bytes: int) -> list[bytes]:
-        """Remove the least recently used blocks; scans all keys of the server.
+        """Remove the least recently used blocks, to the second; scans all keys of the server.
 
-        Blocks last used in the same second are removed together. A server with an LFU policy does
-        not know when blocks were used.
+        A server with an LFU policy does not know when blocks were used.
         """
         check_max_bytes(max_bytes)
         found = sorted(self.entries(), key=lambda entry: entry.used)
@@ -283,11 +279,9 @@ class RedisStore(RemoteStore):
                     break
 
     def _owners(self) -> list[tuple[str, Any]]:
-        """Return the names and clients of the servers that hold blocks."""
         return [("", self._client)]
 
     def _page(self, client: Any, cursor: int) -> tuple[int, list[StoreEntry]]:
-        """Return the next cursor of a scan, and some blocks."""
         pattern = re.sub(rb"([*?\[\]\\])", rb"\\\1", self._prefix) + b"*"
         cursor, names = client.scan(cursor, match=pattern, count=500)
         size = len(self._prefix) + KEY_SIZE
@@ -402,7 +396,6 @@ class RedisClusterStore(RedisStore):
 
 
 def _groups(pairs: list[tuple[bytes, memoryview]]) -> Iterator[list[tuple[bytes, memoryview]]]:
-    """Split a run into groups of about 2 MiB."""
     group: list[tuple[bytes, memoryview]] = []
     size = 0
     for pair in pairs:

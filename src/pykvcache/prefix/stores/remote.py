@@ -50,10 +50,7 @@ class Breaker:
         self._pause = self._until = 0.0
 
     def failed(self, began: float) -> bool:
-        """Start a pause after a failure; return whether it is the first one.
-
-        Failures of concurrent requests, by their time ``began``, count as one.
-        """
+        """Start a pause; return whether this failure is the first. Concurrent ones count as one."""
         is_first = self._pause == 0.0
         if is_first or began >= self._failed_at:
             self._failed_at = time.monotonic()
@@ -85,21 +82,12 @@ class RemoteStore(BlockStore):
     def _kind_of(self, error: Exception) -> str:
         """Return the kind of a request's error.
 
-        Returns
-        -------
-        str
-            ``"missing"``: there is no such block. ``"refused"``: this request alone failed.
-            ``"denied"``, ``"full"``: writes fail. ``"timed_out"``, ``"failed"``: all requests do.
+        "missing": there is no such block. "refused": this request alone failed. "denied", "full":
+        writes fail. "timed_out", "failed": all requests do.
         """
 
     def _check_server(self, probe: Callable[[], object]) -> None:
-        """Make a first request; a server that does not answer yet is no error.
-
-        Raises
-        ------
-        StoreError
-            The server refuses the request, so this store would never work.
-        """
+        """Make a first request; raise `StoreError` if the server refuses it, so will never work."""
         began = time.monotonic()
         try:
             probe()

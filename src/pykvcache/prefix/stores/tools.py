@@ -40,7 +40,7 @@ def open_store(where: str | os.PathLike[str] | BlockStore, **options: Any) -> Bl
     Raises
     ------
     StoreError
-        The scheme of the URL is unknown, or the class raises it.
+        The scheme is unknown, or the class raises it.
     """
     if isinstance(where, BlockStore):
         return where
@@ -69,12 +69,7 @@ def _kind_of(scheme: str) -> type[Any]:
 def open_existing(where: str) -> BlockStore:
     """Return the existing store at an address, for a tool; create nothing.
 
-    Raises
-    ------
-    FileNotFoundError, NotADirectoryError
-        There is no such folder or store.
-    StoreError
-        The scheme of the address is unknown, or it cannot be used.
+    Raises FileNotFoundError, NotADirectoryError or `StoreError` if there is none.
     """
     where = as_path(where, "a store", error=StoreError)
     scheme, separator, _ = where.partition("://")
@@ -96,32 +91,20 @@ def open_existing(where: str) -> BlockStore:
 
 @dataclass(frozen=True)
 class Usage:
-    """The size of a store's contents.
-
-    Attributes
-    ----------
-    n_blocks, n_bytes
-        Number of its blocks, and their bytes.
-    oldest, newest
-        Last use of the least and the most recently used block, Unix time; None if it is empty.
-    """
+    """The size of a store's contents, and the first and the latest last use of its blocks."""
 
     n_blocks: int
     n_bytes: int
-    oldest: float | None
+    oldest: float | None  # Unix time; None if it is empty
     newest: float | None
 
 
 def usage(store: BlockStore) -> Usage:
     """Return the size of a store's contents; lists all of its blocks."""
-    n_blocks = n_bytes = 0
-    oldest = newest = None
-    for entry in store.entries():
-        n_blocks += 1
-        n_bytes += entry.size
-        oldest = entry.used if oldest is None else min(oldest, entry.used)
-        newest = entry.used if newest is None else max(newest, entry.used)
-    return Usage(n_blocks, n_bytes, oldest, newest)
+    found = list(store.entries())
+    times = [entry.used for entry in found]
+    n_bytes = sum(entry.size for entry in found)
+    return Usage(len(found), n_bytes, min(times, default=None), max(times, default=None))
 
 
 class _ByName(Envelope):
@@ -136,12 +119,8 @@ def verify(
 ) -> Iterator[tuple[StoreEntry, Rejection | None]]:
     """Yield every block, and why it is damaged or forged; None for an intact one.
 
-    Parameters
-    ----------
-    store
-        The store to read; blocks that are removed during the call are left out.
-    secret
-        The secret of the writers. Without it encrypted blocks are ``LOCKED``.
+    Without the secret of the writers encrypted blocks are ``LOCKED``. Blocks that are removed
+    during the call are left out.
     """
     envelope = _ByName(model="any", layout="any", secret=secret)
     for entry in store.entries():

@@ -24,10 +24,9 @@ class Rate:
 
 
 class EvaluationTime:
-    """How long evaluating tokens takes.
+    """How long evaluating tokens takes; the caller holds the sequence pool's lock.
 
-    Long prompts take more time per token, because of attention. So each power of two of the length
-    has its own rate; other lengths use the nearest one. The caller holds the sequence pool's lock.
+    Long prompts take more time per token, so each power of two of the length has its own rate.
     """
 
     def __init__(self, seconds_per_token: float) -> None:

@@ -60,18 +60,15 @@ class Chain:
 
 
 class Writer:
-    """The queue in front of one tier, and the thread that empties it.
+    """The queue of at most ``max_bytes`` in front of one tier, and the thread that empties it.
 
     Requests never wait for it: if the queue is full, the ends of chains are dropped and counted.
-    While tokens are evaluated, the thread pauses most of the time, unless a flush waits or more
-    than ``urgent_bytes`` (at most a quarter of ``max_bytes``) are queued.
+    While tokens are evaluated (``progress()`` changes), the thread pauses most of the time, unless
+    a flush waits or more than ``urgent_bytes``, at most a quarter, are queued.
 
     Uses are sent in batches: before a chain is written, which may evict records, and otherwise
     after a while. A path is touched as a whole, and again after its end was written, so no record
     becomes less recent than one that needs it.
-
-    ``max_bytes`` bounds the queue. ``progress`` returns a number that changes when tokens are
-    evaluated.
     """
 
     def __init__(
@@ -228,7 +225,6 @@ class Writer:
         return sum(map(len, self._uses)) > _TOUCH_KEYS
 
     def _touch(self) -> None:
-        """Send uses to the store in one call, the most recent key first."""
         paths, self._uses = reversed(self._uses), {}
         self.tier.touch(list(dict.fromkeys(itertools.chain.from_iterable(paths))))
 

@@ -15,7 +15,7 @@ def check_accounts(cache: PrefixCache, heard: Iterable[CacheEvent] | None = None
     """Check everything that a cache counts; `heard`: all its events."""
     stats, blocks = cache.stats(), cache._core.blocks
     tree, size = blocks.tree, blocks.shape.block_size
-    check_tree(tree, [owned.hold for owned in blocks._holds.values()], check_cells)
+    check_tree(tree, list(blocks._holds.values()), check_cells)
     for node in tree.nodes():
         own = block_names(node.root.names(1)[0], node.text_from(0), 4 * size)
         assert node.names(size) == own[node.start // size :]

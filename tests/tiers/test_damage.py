@@ -41,7 +41,7 @@ def test_blocks_with_values_that_are_not_finite_are_misses(
     ctx = make_context(name)
     write(ctx, store, prompt)
     with PrefixCache(make_context(name), block_size=SIZE, **WAIT, tiers=[store]) as cache:
-        sealed = cache._core.link.tiers.tiers[0].sealed
+        sealed = cache._core.link.tiers[0].sealed
         names = [sealed.envelope.name(entry.key) for entry in store.entries()]
         for key in names:
             (content,) = sealed.get([key], [1 << 24])
@@ -69,7 +69,7 @@ def test_ends_of_another_content_are_misses(name: str, make_context: Make) -> No
     rng = random.Random(3)
     for _ in range(6):
         with PrefixCache(make_context(name), block_size=SIZE, **WAIT, tiers=[store]) as cache:
-            sealed = cache._core.link.tiers.tiers[0].sealed
+            sealed = cache._core.link.tiers[0].sealed
             for key in [entry.key for entry in store.entries()]:
                 (content,) = sealed.get([key], [1 << 24]) or (b"",)
                 if bytes(content[:4]) != b"pkve":
@@ -169,8 +169,8 @@ class Bench:
             sequence.evaluate()
         assert cache.flush(60)
         self.right = {entry.key: self.read(entry.key) for entry in store.entries()}
-        envelope = cache._core.link.tiers.tiers[0].sealed.envelope
-        names = block_names(cache._core.link.root(""), token_bytes(PROMPT), 4 * SIZE)
+        envelope = cache._core.link.tiers[0].sealed.envelope
+        names = block_names(cache._core.blocks.memory.root(""), token_bytes(PROMPT), 4 * SIZE)
         self.blocks = [envelope.name(name) for name in names]
         assert {*self.blocks} < self.right.keys()
 

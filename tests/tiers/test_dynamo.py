@@ -88,7 +88,7 @@ def test_dynamo_sees_what_is_in_memory_and_on_disk(model_cache: PrefixCache) -> 
             cache.clear("")
             indexer.wait_for(prompt, cpu=0, disk=40)
             # The third block goes, and a request looks for it.
-            store: Any = cache._core.link.tiers.tiers[0].sealed
+            store: Any = cache._core.link.tiers[0].sealed
             name = next(
                 event.block_hashes[2]
                 for event in cache.events

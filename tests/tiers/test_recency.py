@@ -81,7 +81,7 @@ def test_the_command_trims_what_was_used_longest_ago(
                 assert cache.flush(60)
                 if where == "redis" and i in (4, 5):
                     time.sleep(1.05)  # its clock of uses has seconds
-            cache._core.link.tiers.tiers[0].sealed.store.close()
+            cache._core.link.tiers[0].sealed.store.close()
         with kind.open() as store:
             sizes = [entry.size for entry in store.entries()]
         index = 0
@@ -124,7 +124,7 @@ def test_what_a_trim_leaves_can_be_used(name: str, make_context: Make, fresh_log
         store.trim(size * tenths // 10)
         store.seen.clear()
         with PrefixCache(ctx, block_size=SIZE, tiers=[store], ram_bytes=0, **WAIT) as cache:
-            cache._core.link.tiers.writers[0].offer = lambda chain: None  # type: ignore[method-assign]
+            cache._core.link.writers[0].offer = lambda chain: None  # type: ignore[method-assign]
             for prompt in prompts:
                 with cache.sequence(prompt) as sequence:
                     assert apart(sequence.logits(), fresh_logits(name, prompt)) < 1e-2

@@ -109,7 +109,7 @@ def test_windows_and_states_count_in_how_long_loading_takes(
     with PrefixCache(make_context(name), block_size=SIZE, tiers=[store]) as cache:
         cache.sequence(prompt).evaluate()
     with PrefixCache(make_context(name), block_size=SIZE, tiers=[store], **WAIT) as cache:
-        tier = cache._core.link.tiers.tiers[0]
+        tier = cache._core.link.tiers[0]
 
         def estimate(n_bytes: int) -> float:
             thought.append(n_bytes)
@@ -124,7 +124,7 @@ def test_windows_and_states_count_in_how_long_loading_takes(
 def test_a_clear_forgets_what_waits(make_context: Make) -> None:
     store = MemoryStore()
     with PrefixCache(make_context("llama"), block_size=SIZE, **WAIT, tiers=[store]) as cache:
-        with cache._core.link.tiers.writers[0]._changed:
+        with cache._core.link.writers[0]._changed:
             with cache.sequence(words(1, 40)) as sequence:
                 sequence.evaluate()
             cache.clear()

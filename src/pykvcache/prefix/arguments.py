@@ -10,20 +10,23 @@ from typing import SupportsIndex
 
 import numpy as np
 
-from pykvcache._arguments import IntArray, TokenInput, as_int
+from pykvcache._arguments import IntArray, TokenInput, as_int, as_list
 from pykvcache.context import LlamaContext
 from pykvcache.errors import ArgumentError, UnsupportedOperation, shown
 from pykvcache.prefix.stores import BlockStore
-from pykvcache.prefix.tiers.stack import TierInput
 from pykvcache.sequence.sequence import LlamaSequence
 
 __all__ = [
+    "TierInput",
     "as_boundaries",
     "as_namespace",
     "as_seconds",
     "as_tiers",
     "as_tokens",
 ]
+
+#: A folder, an address, or a store.
+TierInput = str | os.PathLike[str] | BlockStore
 
 
 def as_namespace(namespace: str) -> str:
@@ -63,11 +66,9 @@ def as_tiers(tiers: Sequence[TierInput], *, can_check: bool) -> list[TierInput]:
 
     Raises `UnsupportedOperation` for any tier if records cannot be checked (``can_check``).
     """
-    if isinstance(tiers, str | os.PathLike | BlockStore):
+    if isinstance(tiers, str | os.PathLike | BlockStore | np.ndarray):
         raise TypeError(f"tiers is a list of stores, not a {type(tiers).__name__}")
-    if isinstance(tiers, np.ndarray) or not isinstance(tiers, Iterable):
-        raise TypeError(f"tiers must be a list of stores, not {type(tiers).__name__}")
-    stores = list(tiers)
+    stores = as_list(tiers, "tiers", "stores")
     if stores and not can_check:
         raise UnsupportedOperation(
             "PrefixCache",

@@ -4,54 +4,35 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Protocol
 
 from pykvcache._native import lib
-from pykvcache.errors import ReentryError
-from pykvcache.prefix.block_hash import TOKEN_SIZE, NameRoot, block_names
+from pykvcache.errors import KvCacheError, ReentryError
+from pykvcache.prefix.block_hash import TOKEN_SIZE, block_names
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, EventLog, Stored
-from pykvcache.prefix.match import Hold, Match, Plan, Resume
-from pykvcache.prefix.memory import CacheMemory
-from pykvcache.prefix.node import Component
+from pykvcache.prefix.match import Hold, Match, Offer, Resume
+from pykvcache.prefix.memory import Buffer, CacheMemory
+from pykvcache.prefix.node import Kind
 from pykvcache.prefix.policies import Policy
 from pykvcache.prefix.tree import PrefixTree
 from pykvcache.sequence.pool import SequencePool
 
-__all__ = ["CHUNK_BYTES", "NODE_BYTES", "Actions", "BlockCache", "Pin"]
+__all__ = ["BlockCache", "Pin", "Source"]
 
-#: Overhead in bytes of a node or component, of a chunk, and of an empty cache (by tracemalloc).
-NODE_BYTES, CHUNK_BYTES, _FIXED_BYTES = 800, 250, 24_000
+#: Overhead in bytes of an empty cache (by tracemalloc).
+_FIXED_BYTES = 24_000
 
 #: After evicting these bytes, or an eighth of the budget if more, free memory goes to the system.
 _TRIMMED_BYTES = 4 << 20
 
 
-@dataclass
-class Actions:
-    """The result of a change: blocks stored, hashes removed, or all cleared after an error."""
+class Source(Protocol):
+    """Provides the cells of inserted components."""
 
-    stored: Stored | None = None
-    removed: list[bytes] = field(default_factory=list)
-    cleared: bool = False
-
-    def publish(self, events: EventLog) -> None:
-        """Publish them as events."""
-        if self.cleared:
-            events.add(AllBlocksCleared())
-        if self.removed:
-            events.add(BlockRemoved(tuple(self.removed)))
-        if self.stored is not None:
-            events.add(self.stored)
-
-
-class _Owned(NamedTuple):
-    """The hold of one sequence or pin."""
-
-    owner: weakref.ref[object]
-    hold: Hold
+    def read(self, kind: Kind, begin: int, sizes: Sequence[int]) -> list[Buffer]:
+        """Return the cells of consecutive chunks; raise `KvCacheError` if some are missing."""
 
 
 class BlockCache:
@@ -66,35 +47,35 @@ class BlockCache:
         memory: CacheMemory,
         max_bytes: int,
         policy: str | Policy,
-        root: NameRoot,
         events: EventLog,
         pool: SequencePool,
     ) -> None:
-        self.shape, self.max_bytes = memory.shape, max_bytes
+        self.memory, self.shape, self.max_bytes = memory, memory.shape, max_bytes
+        self.events = events
         self.stored = self.removed = 0
-        self._policy, self._root = policy, root
-        self._events, self._memory, self._pool = events, memory, pool
+        self._policy, self._pool = policy, pool
         #: The pins with a hold.
         self.pins: dict[Pin, None] = {}
         self._fixed_bytes = min(_FIXED_BYTES, max_bytes // 16)
-        self._holds: dict[int, _Owned] = {}
-        self._is_changing, self._actions = False, Actions()
+        self._holds: dict[weakref.ref[object], Hold] = {}  # by sequence or pin
+        self._is_changing = False
+        self._new: Stored | None = None  # stored by the change in progress
         self.tree = self._new_tree()
 
     def _new_tree(self) -> PrefixTree:
-        return PrefixTree(self.shape, self._policy, max_bytes=self._room(), root=self._root)
+        return PrefixTree(self.shape, self._policy, max_bytes=self._room(), root=self.memory.root)
 
     @property
     def nbytes(self) -> int:
         """Bytes that count towards the budget, overhead included."""
-        more = self._fixed_bytes + self._events.nbytes + self._memory.free_bytes
+        more = self._fixed_bytes + self.events.nbytes + self.memory.free_bytes
         return self.tree.used_bytes + more
 
     # Changing -----------------------------------------------------------------------------------
 
     @contextmanager
-    def change(self) -> Iterator[Actions]:
-        """Context of one change; yields its `Actions`. An exception in it empties the cache.
+    def change(self) -> Iterator[None]:
+        """Context of one change, which ends with its events. An exception empties the cache.
 
         Raises
         ------
@@ -104,34 +85,33 @@ class BlockCache:
         if self._is_changing:
             raise ReentryError("a policy must not call the cache")
         self._is_changing = True
-        actions = self._actions = Actions()
         try:
-            for key, owned in list(self._holds.items()):
-                if owned.owner() is None:  # dropped without a release
-                    self.tree.release(self._holds.pop(key).hold, is_use=False)
-            yield actions
+            for owner in list(self._holds):
+                if owner() is None:  # dropped without a release
+                    self.tree.release(self._holds.pop(owner), is_use=False)
+            yield
             self.tree.fit()
-            if self._memory.free_bytes or self.tree.evicted_bytes:
+            if self.memory.free_bytes or self.tree.evicted_bytes:
                 self._trim()
         except BaseException:
             self._drop_all()
             raise
         finally:
             self._is_changing = False
-            if self.tree.removed:
-                actions.removed += self.tree.removed
-                self.removed += len(self.tree.removed)
-                self.tree.removed = []
-            if actions.stored or actions.removed or actions.cleared:
-                actions.publish(self._events)
+            removed, self.tree.removed = self.tree.removed, []
+            stored, self._new = self._new, None
+            if removed:
+                self.removed += len(removed)
+                self.events.add(BlockRemoved(tuple(removed)))
+            if stored is not None:
+                self.events.add(stored)
 
     def _room(self) -> int:
         """Return the tree's share of the budget, which leaves room for all events."""
-        return max(0, self.max_bytes - self._fixed_bytes - self._events.max_bytes)
+        return max(0, self.max_bytes - self._fixed_bytes - self.events.max_bytes)
 
     def _trim(self) -> None:
-        """Return free memory to the system, as much as the budget requires."""
-        self._memory.trim(max(0, self._room() - self.tree.used_bytes))
+        self.memory.trim(max(0, self._room() - self.tree.used_bytes))
         if self.tree.evicted_bytes > max(self.max_bytes // 8, _TRIMMED_BYTES):
             self.tree.evicted_bytes = 0
             lib.trim_memory()  # small chunks fragment the allocator's memory
@@ -143,35 +123,34 @@ class BlockCache:
             node.parent = None  # so that no hold and no policy can still refer to it
         self.tree = self._new_tree()
         self._holds.clear()
-        self._memory.trim()
-        actions = self._actions
-        actions.stored, actions.removed, actions.cleared = None, [], True
+        self.memory.trim()
+        self._new, self._is_changing = None, False
+        self.events.add(AllBlocksCleared())
 
     # Looking up and using -----------------------------------------------------------------------
 
     def hold(self, owner: object, match: Match, resume: Resume) -> None:
         """Hold what an owner uses until it is released or gone, or holds something else."""
-        new, key = self.tree.hold(match, resume), id(owner)
+        new = self.tree.hold(match, resume)
         self.release(owner)
         if new is not None:
-            self._holds[key] = _Owned(weakref.ref(owner), new)
+            self._holds[weakref.ref(owner)] = new
 
     def hold_as(self, owner: object, other: object) -> None:
-        """Give an owner a hold of the components that another one holds."""
-        owned = self._holds.get(id(other))
-        if owned is not None and (hold := self.tree.hold_again(owned.hold)) is not None:
-            self._holds[id(owner)] = _Owned(weakref.ref(owner), hold)
+        """Let an owner hold the components that another one holds."""
+        if (hold := self._holds.get(weakref.ref(other))) is not None:
+            self.tree.hold_again(hold)
+            self._holds[weakref.ref(owner)] = hold
 
     def release(self, owner: object, *, is_use: bool = True) -> None:
         """Release the hold of an owner, if it has one; within a change."""
-        owned = self._holds.pop(id(owner), None)
-        if owned is not None:
-            self.tree.release(owned.hold, is_use=is_use)
+        if (hold := self._holds.pop(weakref.ref(owner), None)) is not None:
+            self.tree.release(hold, is_use=is_use)
 
     def holds(self, owner: object) -> bool:
         """Return whether an owner has a hold that was not cleared."""
-        owned = self._holds.get(id(owner))
-        return owned is not None and owned.hold.node.parent is not None
+        hold = self._holds.get(weakref.ref(owner))
+        return hold is not None and hold.node.parent is not None
 
     # Pins ---------------------------------------------------------------------------------------
 
@@ -202,55 +181,55 @@ class BlockCache:
 
     # Storing ------------------------------------------------------------------------------------
 
-    def insert(
+    def admit(
         self,
+        source: Source,
         tokens: bytes,
-        plan: Plan,
         match: Match,
         space: str,
+        offer: Offer,
         owner: object | None = None,
-    ) -> list[Component]:
-        """Insert a plan, within a change, and evict to make room for it.
+    ) -> None:
+        """Store the missing part of an offer, within a change: evict, then read its cells.
 
-        The plan must have been made from this match. An owner gets a hold of all of it. Returns
-        the components that lack contents, for the caller to fill, or to pass to `abandon`.
+        ``match`` is that of the tokens. If ``owner`` is given, it holds everything that is stored,
+        even above the budget. Unreadable cells are not stored.
         """
         tree, size = self.tree, self.shape.block_size
+        plan = tree.plan(match, offer, is_limited=owner is None)
+        if plan is None:
+            return
         known, n_removed = match.n // size, len(tree.removed)
         # Before the eviction, which may remove known blocks to make room for new ones.
-        parent = match.node.name_at(known, size) if known else b""
+        parent = match.node.name_at(known, size)
         match, hold = tree.insert(tokens, plan, match, space, keep=owner is not None)
         if hold is not None:
             self.release(owner, is_use=False)
-            self._holds[id(owner)] = _Owned(weakref.ref(owner), hold)
-        parent = parent or match.node.name_at(0, size)
+            self._holds[weakref.ref(owner)] = hold
+        n_new, holes = match.n // size - known, tree.holes(match)
+        try:
+            for one in holes:
+                n = one.n_missing
+                one.chunks[:n] = source.read(one.kind, one.start, one.sizes[:n])
+        except (KvCacheError, MemoryError):
+            if hold is not None:
+                self.release(owner, is_use=False)
+            tree.discard(holes)
+            n_new = 0
         text = tokens[known * size * TOKEN_SIZE :]
         if len(tree.removed) > n_removed:
-            # New blocks that were evicted at once are not reported.
+            # New blocks that were removed at once are not reported.
             new = set(block_names(parent, text, size * TOKEN_SIZE))
             tree.removed[n_removed:] = [x for x in tree.removed[n_removed:] if x not in new]
-        if (n := match.n // size - known) > 0:
-            before = parent if known else None
-            text = text[: n * size * TOKEN_SIZE]
-            self._actions.stored = Stored(parent, before, text, size, space)
-            self.stored += n
-        return tree.holes(match)
-
-    def abandon(self, holes: list[Component], owner: object | None) -> None:
-        """Roll back the last insertion, whose cells cannot be read."""
-        self.release(owner, is_use=False)
-        stored, self._actions.stored = self._actions.stored, None
-        new = set() if stored is None else set(stored.names)
-        n_removed = len(self.tree.removed)
-        self.tree.discard(holes)
-        left = [name for name in self.tree.removed[n_removed:] if name not in new]
-        self.tree.removed[n_removed:] = left
-        self.stored -= len(new)
+        if n_new > 0:
+            text = text[: n_new * size * TOKEN_SIZE]
+            self._new = Stored(parent, parent if known else None, text, size, space)
+            self.stored += n_new
 
     def clear(self, space: str | None) -> None:
         """Remove all tokens of a space, or of all."""
         self.tree.clear(space)
-        self._memory.trim()
+        self.memory.trim()
 
 
 class Pin:

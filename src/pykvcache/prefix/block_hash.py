@@ -20,7 +20,6 @@ __all__ = [
     "root_name",
     "space_of",
     "split_space",
-    "tail_key",
     "window_key",
 ]
 
@@ -104,17 +103,13 @@ class NamedPrompt:
     def tail_key(self, n: int) -> bytes:
         """Return the key of the tail record after n tokens; n must be at least the block size."""
         at = n // self.block_size
-        return tail_key(self.names[at - 1], self.text(at * self.block_size, n))
+        text = self.text(at * self.block_size, n)
+        return hashlib.sha256(b"pykvcache.end.1" + self.names[at - 1] + text).digest()
 
 
 def window_key(name: bytes) -> bytes:
     """Return the key of the window cells of a block."""
     return hashlib.sha256(b"pykvcache.window.1" + name).digest()
-
-
-def tail_key(name: bytes, tokens: bytes) -> bytes:
-    """Return the key of the tail record that ends some tokens after the block of that hash."""
-    return hashlib.sha256(b"pykvcache.end.1" + name + tokens).digest()
 
 
 def is_on_path(tokens: bytes, other: bytes) -> bool:
@@ -146,10 +141,7 @@ def adapters_digest(names: Sequence[str]) -> bytes:
 
 
 def space_of(namespace: str, adapters: bytes = b"") -> str:
-    """Return the space of a namespace: the key under which the tree keeps its tokens.
-
-    Without adapters it is the namespace itself, unless that looks like a space with adapters.
-    """
+    """Return the space of a namespace: itself without adapters, unless it looks like a space."""
     if adapters:
         return f"{_MARK}{adapters.hex()}{namespace}"
     return f"{_MARK}{_NO_ADAPTERS}{namespace}" if namespace.startswith(_MARK) else namespace

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, SupportsIndex
 
 from pykvcache._arguments import TokenInput, as_bool, as_int
 from pykvcache._closing import Closing
+from pykvcache._drawing.tree import draw_tree
 from pykvcache.context import LlamaContext
 from pykvcache.prefix.arguments import (
+    TierInput,
     as_namespace,
     as_seconds,
     as_tiers,
@@ -23,8 +25,7 @@ from pykvcache.prefix.policies import DEFAULT, Policy
 from pykvcache.prefix.prefetch import Prefetch
 from pykvcache.prefix.report import CacheStats
 from pykvcache.prefix.sequence import CachedSequence
-from pykvcache.prefix.tiers.stack import TierInput
-from pykvcache.prefix.tree_view import CacheTree, plot_tree, view_tree
+from pykvcache.prefix.tree_view import CacheTree, view_tree
 from pykvcache.sequence.sequence import LlamaSequence
 
 if TYPE_CHECKING:
@@ -36,10 +37,9 @@ __all__ = ["PrefixCache", "core_of"]
 class PrefixCache(Closing):
     """A cache of evaluated prompts: its sequences start with the longest cached prefix.
 
-    `sequence` takes a prompt. The prefix is forked from a live sequence, or restored from RAM,
-    where every token is stored once however many sequences share it, or from tiers. When a sequence
-    is closed, the cache stores the keys and values of its new tokens. ``docs/prefix-cache.md``
-    explains the tree.
+    The prefix is forked from a live sequence, or restored from RAM, where shared tokens are stored
+    once, or from tiers. When a sequence is closed, the cache stores the keys and values of its new
+    tokens. ``docs/prefix-cache.md`` explains the tree.
 
     Parameters
     ----------
@@ -48,9 +48,8 @@ class PrefixCache(Closing):
     block_size
         Tokens per block. Tiers and events handle whole blocks.
     ram_bytes
-        Upper bound on the bytes kept outside the context: cells and states, bookkeeping, queued
-        events, and buffers for the next blocks. Components used by live sequences or pins are
-        kept even if that exceeds it.
+        Upper bound on the bytes kept outside the context, bookkeeping, queued events and free
+        buffers included. Components used by live sequences or pins are kept even beyond it.
     policy
         Eviction policy: a name in `pykvcache.prefix.policies`, or an object.
     namespace
@@ -63,14 +62,14 @@ class PrefixCache(Closing):
         Stores to search after RAM, fastest first: folders, addresses such as ``"redis://host"``, or
         stores of `pykvcache.prefix.stores`.
     secret
-        At least 16 bytes, shared by trusted writers and readers only. Records in tiers are then
-        encrypted, and only records encrypted with it are accepted. Needs the extra ``crypto``.
+        At least 16 bytes, with which records in tiers are encrypted; no others are accepted. Needs
+        the extra ``crypto``.
     tier_seconds
         Longest time that a request waits for the tiers, in seconds. Default: a tenth of the
         estimated evaluation time, and no read if loading is estimated to take longer than that.
     queue_bytes
-        Upper bound on the bytes queued for writing, per tier. Default: half of ``ram_bytes``, at
-        least 64 MiB. Records beyond it are not written, but counted as dropped.
+        Upper bound on the bytes queued for writing, per tier; records beyond it are dropped.
+        Default: half of ``ram_bytes``, at least 64 MiB.
 
     Raises
     ------
@@ -154,8 +153,7 @@ class PrefixCache(Closing):
     ) -> CachedSequence:
         """Return a sequence that starts with the longest cached prefix of a prompt.
 
-        Evaluates nothing: the remaining tokens are evaluated when their logits are needed. The
-        sequence's `reuse` reports where its tokens came from.
+        The remaining tokens are evaluated when their logits are needed.
 
         Parameters
         ----------
@@ -164,8 +162,8 @@ class PrefixCache(Closing):
         namespace
             Namespace of the prefixes to share; default: the cache's.
         boundaries
-            Numbers of tokens after which messages end. Recurrent states are saved there, because
-            other prompts are likely to diverge there.
+            Numbers of tokens after which messages end, where other prompts are likely to diverge:
+            recurrent states are saved there.
         priority
             Priority of the sequence's tokens in the cache: lower ones are evicted first.
 
@@ -191,9 +189,8 @@ class PrefixCache(Closing):
     def prefetch(self, tokens: str | TokenInput, *, namespace: str | None = None) -> Prefetch:
         """Load a prompt's cached prefix from the tiers into RAM, in a background thread.
 
-        A hint that this prompt will follow. Loaded records are checked as usual, count towards
-        ``ram_bytes`` and may be evicted; no more is read than fits. Failures of a tier are counted,
-        not raised.
+        Loaded records count towards ``ram_bytes`` and may be evicted; no more is read than fits.
+        Failures of a tier are counted, not raised.
 
         Parameters
         ----------
@@ -201,13 +198,6 @@ class PrefixCache(Closing):
             The prompt: text (with the model's special tokens) or token ids.
         namespace
             Namespace of the prompt; default: the cache's.
-
-        Raises
-        ------
-        ClosedError
-            The cache is closed.
-        TypeError, ValueError
-            A token is not in this model's vocabulary.
         """
         with self._core.pool:
             namespace = self._core.namespace(namespace)
@@ -221,9 +211,7 @@ class PrefixCache(Closing):
     def pin(
         self, tokens: str | TokenInput, *, ttl: float | None = None, namespace: str | None = None
     ) -> Pin:
-        """Protect the cached part of a prefix from eviction.
-
-        Evaluates nothing: evaluate the prefix first.
+        """Protect the cached part of a prefix from eviction; evaluates nothing.
 
         Parameters
         ----------
@@ -233,11 +221,6 @@ class PrefixCache(Closing):
             Seconds until the pin expires; None: until `Pin.release`.
         namespace
             Namespace of the prefix; default: the cache's.
-
-        Raises
-        ------
-        ValueError
-            ``ttl`` is negative or not a number.
         """
         with self._core.pool:
             namespace = self._core.namespace(namespace)
@@ -249,8 +232,8 @@ class PrefixCache(Closing):
         """Remove every continuation of tokens, and those of them that no other prompt shares.
 
         They are removed from RAM and from tiers. Components used by live sequences or pins stay.
-        Tiers do not record which prompts share a block: blocks that are not in RAM are removed
-        from tiers even if other prompts use them; these prompts evaluate them once more.
+        Blocks that are not in RAM are removed from tiers even if other prompts use them, because
+        tiers do not record that.
 
         Parameters
         ----------
@@ -266,22 +249,16 @@ class PrefixCache(Closing):
     def clear(self, namespace: str | None = None) -> None:
         """Empty the RAM cache, or remove one namespace from it; live sequences keep their cells.
 
-        Tokens that live sequences have evaluated are not shared with later ones. Records queued
-        for tiers are dropped; written records stay (``pykvcache cache clear`` removes them).
-        Unread ``BlockStored`` events of removed tokens are dropped.
+        Live sequences share nothing with later ones. Records queued for tiers and unread
+        ``BlockStored`` events of removed tokens are dropped; written records stay (``pykvcache
+        cache clear`` removes them).
         """
         with self._core.pool:
             self._core.check_open()
             self._core.clear(None if namespace is None else as_namespace(namespace))
 
     def tree(self, namespace: str | None = None) -> CacheTree:
-        """Return the tree of the RAM cache: ``print(cache.tree())``.
-
-        Parameters
-        ----------
-        namespace
-            A namespace, under the adapters in use; default: all of them.
-        """
+        """Return the tree of a namespace, under the adapters in use, or of all, to print."""
         wanted = None if namespace is None else as_namespace(namespace)
         with self._core.pool:
             self._core.check_open()
@@ -291,17 +268,16 @@ class PrefixCache(Closing):
     def plot(self, namespace: str | None = None) -> Figure:
         """Draw the tree of a namespace, or of all: tokens from left to right, branches below.
 
-        Darker nodes were used more often; framed nodes are used by live sequences or pins; hatched
+        Darker nodes were used more often; framed ones are used by live sequences or pins; hatched
         tokens come after the last full block of a prompt. The figure is not registered with
-        pyplot: ``figure.savefig("tree.svg")``; notebooks show it. Raises ImportError without
-        matplotlib (extra ``plot``).
+        pyplot. Needs the extra ``plot``.
         """
         blocks = self._core.blocks
         title = (
             f"{blocks.tree.n_blocks:,} blocks of {self.block_size} tokens, "
             f"{blocks.nbytes / 2**20:,.1f} of {blocks.max_bytes / 2**20:,.1f} MiB"
         )
-        return plot_tree(self.tree(namespace), title)
+        return draw_tree(self.tree(namespace).nodes, title)
 
     # Statistics -----------------------------------------------------------------------------------
 
@@ -318,7 +294,7 @@ class PrefixCache(Closing):
                 max_ram_bytes=blocks.max_bytes,
                 stored=blocks.stored,
                 removed=blocks.removed,
-                tiers=self._core.link.tiers.stats(),
+                tiers=self._core.link.stats(),
                 hits=core.n_hits,
             )
 
@@ -326,15 +302,10 @@ class PrefixCache(Closing):
         """Wait until all queued records are written to the tiers; False after a timeout.
 
         Returns False at once in an event callback that the writing thread calls.
-
-        Parameters
-        ----------
-        seconds
-            Timeout; None waits without limit.
         """
         self._core.check_open()  # without the lock: another thread may be evaluating for long
         limit = math.inf if seconds is None else as_seconds(seconds, "seconds")
-        return self._core.link.tiers.flush(limit)
+        return self._core.link.flush(limit)
 
     # Lifetime -------------------------------------------------------------------------------------
 

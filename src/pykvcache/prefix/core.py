@@ -7,34 +7,31 @@ import contextlib
 import time
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import SupportsIndex
 
 from pykvcache._arguments import TokenInput
 from pykvcache.context import LlamaContext
-from pykvcache.errors import ArgumentError, ClosedError, DeviceLost
-from pykvcache.prefix.admission import Admission, BlockCheckpoints
-from pykvcache.prefix.arguments import as_boundaries, as_namespace
-from pykvcache.prefix.block_cache import CHUNK_BYTES, NODE_BYTES, BlockCache
+from pykvcache.errors import ArgumentError, ClosedError, DeviceLost, KvCacheError
+from pykvcache.prefix.admission import BlockCheckpoints, LiveCells
+from pykvcache.prefix.arguments import TierInput, as_boundaries, as_namespace
+from pykvcache.prefix.block_cache import BlockCache
 from pykvcache.prefix.block_hash import (
     TOKEN_SIZE,
     adapters_digest,
     block_names,
-    root_name,
     space_of,
-    split_space,
 )
 from pykvcache.prefix.events import AllBlocksCleared, EventLog, Lookup
 from pykvcache.prefix.lookup import PromptLookup
 from pykvcache.prefix.memory import CacheMemory
+from pykvcache.prefix.node import EndState
 from pykvcache.prefix.policies import Policy
 from pykvcache.prefix.prefetch import Prefetch, Prefetches
 from pykvcache.prefix.report import COUNTED, ReuseReport
 from pykvcache.prefix.sequence import CachedSequence, Request
-from pykvcache.prefix.stores import Envelope
-from pykvcache.prefix.tier_link import TierLink, least_seconds
-from pykvcache.prefix.tiers.cost_model import EvaluationTime
+from pykvcache.prefix.tier_link import CLOSE_SECONDS, TierLink
 from pykvcache.prefix.tiers.loader import Load, Loaded
-from pykvcache.prefix.tiers.stack import CLOSE_SECONDS, TierInput, Tiers
 from pykvcache.prefix.tiers.writer import Writer
 from pykvcache.sequence.cells import SequenceCells
 from pykvcache.sequence.ledger import Ledger
@@ -79,45 +76,16 @@ class CacheCore:
         self.sums = dict.fromkeys(COUNTED, 0)
         #: The requests of live sequences, the oldest first.
         self.live: weakref.WeakKeyDictionary[Request, None] = weakref.WeakKeyDictionary()
-        self._memory = memory = CacheMemory(
-            context,
-            block_size,
-            ram_bytes,
-            node_bytes=NODE_BYTES,
-            chunk_bytes=CHUNK_BYTES,
-            overhead=Envelope.overhead,
-        )
-        digests = memory.digests()
-
-        def root(space: str) -> bytes:
-            namespace, adapters = split_space(space)
-            return root_name(
-                **digests, block_size=block_size, namespace=namespace, adapters=adapters
-            )
-
+        self._memory = memory = CacheMemory(context, block_size, ram_bytes)
         self.events = EventLog(min(ram_bytes // 64, 16 << 20), later=self.pool.later)
-        self.blocks = BlockCache(memory, ram_bytes, policy, root, self.events, self.pool)
-        ref = weakref.ref(context)  # tier threads must not keep the context alive
+        self.blocks = BlockCache(memory, ram_bytes, policy, self.events, self.pool)
         self.link = TierLink(
-            Tiers(
-                stores,
-                Envelope(
-                    model=digests["model"],
-                    layout=digests["layout"],
-                    secret=secret,
-                    memory=memory.take,
-                ),
-                queue_bytes,
-                self.events.add,
-                lambda: 0 if (ctx := ref()) is None else ctx.tokens_evaluated,
-                # Queued blocks occupy RAM even after their eviction.
-                ram_bytes // 4 or None,
-            ),
-            memory,
+            context,
             self.blocks,
-            root,
-            EvaluationTime(least_seconds(context)),
-            tier_seconds,
+            stores,
+            secret=secret,
+            tier_seconds=tier_seconds,
+            queue_bytes=queue_bytes,
             n_row=context.model.n_vocab if keep_logits else 0,
         )
         self._namespace = namespace
@@ -131,14 +99,12 @@ class CacheCore:
         self._n_vocab, self._native = context.model.n_vocab, context.native
         self._adapters = set[bytes]()  # digests of all adapter sets used so far
         self._lookup = PromptLookup(context.model, memory, self.blocks, self.live, self._adapters)
-        self._admission = Admission(memory, self.blocks, self.link, keep_logits)
         self._prefetches = Prefetches()
         self._is_closed = False
         if self.has_tiers:
             self.pool.note_time = self.link.evaluation.note
-            _with_tiers.add(self)
-            _writers.update(self.link.tiers.writers)
-            weakref.finalize(self, self.link.tiers.retire).atexit = False
+            _writers.update(self.link.writers)
+            weakref.finalize(self, self.link.retire).atexit = False
         _cores[context] = weakref.ref(self)
 
     @property
@@ -214,7 +180,49 @@ class CacheCore:
             self.cancel_search(request)
         if request in self.live:
             del self.live[request]
-            self._admission.give(request)
+            self._store(request)
+
+    def _store(self, request: Request, *, is_last: bool = True) -> None:
+        """Store the new tokens of a request; release its hold if its sequence is closing."""
+        cells, blocks, report = request.cells, self.blocks, request.report
+        n = cells.n_fresh if blocks.max_bytes or self.has_tiers else 0
+        if request.keep is not None:
+            n = min(n, request.keep)
+        source = self._source(request, n) if n else None
+        states: dict[int, EndState] = {}
+        with blocks.change():
+            n = min(n, cells.n_fresh)  # parked cells may have been lost
+            tokens = cells.ledger.part(0, n).tobytes()
+            if source is not None and n:
+                match = blocks.tree.match(tokens, request.space)
+                offer = source.offer(n, match, request, keep_logits=self.keep_logits)
+                if blocks.max_bytes:
+                    blocks.admit(source, tokens, match, request.space, offer)
+                states = offer.states
+            if n and self.has_tiers:
+                ends = {at for at in (report.n_tokens, *request.boundaries, n) if at <= n}
+                self.link.write(tokens, request.space, ends, source, states, report)
+            if is_last and self.has_tiers:
+                restored = min(report.ram + report.disk + report.remote, cells.n_fresh)
+                if restored > n:  # refresh in the tiers what is not stored again
+                    tokens = cells.ledger.part(0, restored).tobytes()
+                    self.link.write(tokens, request.space, {restored}, None, {})
+            if is_last:
+                blocks.release(request)
+
+    def _source(self, request: Request, n: int) -> LiveCells | None:
+        """Return the source of a request's cells; None if RAM has them or they are unreadable."""
+        cells = request.cells
+        if cells.seq_id is None:
+            tokens = cells.ledger.part(0, n).tobytes()
+            match = self.blocks.tree.match(tokens, request.space)
+            if self.blocks.tree.resume(match, n).n == n:
+                return None
+        try:
+            cells.attach()
+        except (KvCacheError, MemoryError):
+            return None  # it is not stored, and no error is raised
+        return LiveCells(self._memory, cells)
 
     # Tiers ----------------------------------------------------------------------------------------
 
@@ -265,9 +273,10 @@ class CacheCore:
         request.cells.release()
         self._lookup.begin(request)
         # Part of the tokens now restored from RAM came from the tiers.
-        remote = min(found.count("remote", self.block_size), request.report.ram)
-        disk = min(found.count("disk", self.block_size), request.report.ram - remote)
-        request.set_origin(disk=disk, remote=remote)
+        ram = request.report.ram
+        remote = min(found.count("remote", self.block_size), ram)
+        disk = min(found.count("disk", self.block_size), ram - remote)
+        request.report = replace(request.report, ram=ram - disk - remote, disk=disk, remote=remote)
         self._count(request, old)
 
     def deliver(self, load: Load) -> None:
@@ -300,7 +309,6 @@ class CacheCore:
                 one.n_tokens = max(0, self._known(one) - known)
 
     def _known(self, one: Prefetch) -> int:
-        """Return after how many tokens of a prompt RAM can resume."""
         match = self.blocks.tree.match(one.tokens, one.namespace)
         return self.blocks.tree.resume(match, match.n).n
 
@@ -308,23 +316,19 @@ class CacheCore:
 
     def forget(self, tokens: bytes, namespace: str) -> None:
         """Remove tokens, every continuation of them, and ancestors that no other prompt uses."""
-        tree = self.blocks.tree
         for space in self._spaces(namespace):
-            paths = [tokens, *tree.continuations(tokens, space)]
             with self.blocks.change():
-                tree.forget(tokens, space)
+                paths = [tokens, *self.blocks.tree.forget(tokens, space)]
             self._cancel(tokens, space)
             self.link.forget(paths, space)
 
     def clear(self, namespace: str | None) -> None:
         """Remove all tokens of a namespace, or of all namespaces."""
-        tiers = self.link.tiers
         for space in [None] if namespace is None else self._spaces(namespace):
             with self.blocks.change():
                 self.blocks.clear(space)
             self._cancel(b"", space)
-            tiers.cancel(space)
-            tiers.announce_again(self.events.withdraw(space))
+            self.link.clear(space)
         for request in list(self.live):
             if namespace not in (None, request.namespace):
                 continue
@@ -333,11 +337,10 @@ class CacheCore:
             with self.blocks.change():
                 self.blocks.release(request)
         if namespace is None:
-            tiers.forget_notices()
+            self.link.forget_notices()
             self.events.add(AllBlocksCleared())
 
     def _cancel(self, tokens: bytes, space: str | None) -> None:
-        """Cancel loads and prefetches of these tokens."""
         self.link.cancel(tokens, space)
         self._prefetches.cancel(tokens, space)
 
@@ -364,14 +367,13 @@ class CacheCore:
     # Statistics -----------------------------------------------------------------------------------
 
     def _count_new(self, request: Request) -> None:
-        """Count a request, and publish its lookup."""
         request.is_counted = True
         self.n_requests += 1
         self._count(request, ReuseReport())
         if self.events.listeners and (n := len(request)):
-            root, step = self.link.root(request.space), self.block_size * TOKEN_SIZE
-            names = tuple(block_names(root, request.tokens, step))
-            self.events.looked_up(Lookup(names, n, self.block_size))
+            tokens, root = request.shareable.tobytes(), self._memory.root(request.space)
+            names = block_names(root, tokens, self.block_size * TOKEN_SIZE)
+            self.events.looked_up(Lookup(tuple(names), n, self.block_size))
 
     def _count(self, request: Request, old: ReuseReport) -> None:
         """Replace a request's old report by its new one in the statistics."""
@@ -395,14 +397,14 @@ class CacheCore:
                 for request in self.live:
                     self._enter(request)
                     with contextlib.suppress(DeviceLost):
-                        self._admission.give(request, is_last=False)
+                        self._store(request, is_last=False)
             with self.blocks.change():
                 self.blocks.clear(None)
             self._is_closed = True
             self._prefetches.cancel()
             self.live.clear()
             self._memory.close()
-        self.link.tiers.close()
+        self.link.close()
 
     @property
     def is_closed(self) -> bool:
@@ -422,17 +424,16 @@ class CacheCore:
             raise ClosedError("the cache is closed")
 
 
-#: Caches with tiers, whose queues are written when the interpreter exits.
-_with_tiers: weakref.WeakSet[CacheCore] = weakref.WeakSet()
-#: Their writers: a writer's thread keeps it alive while its queue is not empty.
+#: The writers of all tiers: a writer's thread keeps it alive while its queue is not empty.
 _writers: weakref.WeakSet[Writer] = weakref.WeakSet()
 
 
 @atexit.register
 def _write_all() -> None:
     until = time.monotonic() + CLOSE_SECONDS
-    for core in list(_with_tiers):
-        with contextlib.suppress(Exception):
-            core.close()
+    for ref in list(_cores.values()):
+        if (core := ref()) is not None and core.has_tiers:
+            with contextlib.suppress(Exception):
+                core.close()
     for writer in list(_writers):  # of garbage-collected caches
         writer.close(max(0.0, until - time.monotonic()))

@@ -32,20 +32,12 @@ _ADAPTERS = "adapters or control vectors"
 
 @dataclass(slots=True)
 class Live:
-    """The live sequences that share most with a prompt.
+    """The live sequences that share most with a prompt."""
 
-    Attributes
-    ----------
-    parent, n
-        The sequence from which the most tokens can be forked, and their number.
-    nearest, agrees
-        The sequence with the longest common prefix, and its length, evaluated or not.
-    """
-
-    parent: Request | None = None
-    n: int = 0
-    nearest: Request | None = None
-    agrees: int = 0
+    parent: Request | None = None  # the sequence from which the most tokens can be forked
+    n: int = 0  # their number
+    nearest: Request | None = None  # the sequence with the longest common prefix
+    agrees: int = 0  # its length, evaluated or not
 
 
 def look_up(live: Iterable[Request], tokens: IntArray, namespace: str, new: Request) -> Live:
@@ -67,22 +59,12 @@ def look_up(live: Iterable[Request], tokens: IntArray, namespace: str, new: Requ
 
 @dataclass(slots=True)
 class Begin:
-    """Where a sequence starts.
+    """Where a sequence starts: forked from a live one, or else restored from the tree."""
 
-    Attributes
-    ----------
-    parent, n
-        The sequence to fork, and after how many tokens; None if nothing is forked.
-    resume
-        The part of the tree that it uses and holds, and restores if nothing is forked.
-    row
-        The logits after the prompt, if they are cached.
-    """
-
-    parent: Request | None
+    parent: Request | None  # the sequence to fork, and after how many tokens
     n: int
-    resume: Resume
-    row: Row | None = None
+    resume: Resume  # the part of the tree that it uses and holds
+    row: Row | None = None  # the logits after the prompt, if they are cached
 
 
 def plan_begin(tree: PrefixTree, match: Match, live: Live, n_tokens: int) -> Begin:
@@ -93,15 +75,13 @@ def plan_begin(tree: PrefixTree, match: Match, live: Live, n_tokens: int) -> Beg
         whole = tree.resume(match, n_tokens)
         if whole.n == n_tokens:
             resume, row = whole, known
-    if (parent := live.parent) is None:
-        return Begin(None, 0, resume, row)
-    own_row = parent.row_at(n_tokens) if live.n == n_tokens else None
-    n_usable = live.n
-    if live.n == n_tokens and own_row is None:
-        n_usable = parent.cells.reachable(n_tokens - 1)
-    if not n_usable or n_usable < resume.n:
-        return Begin(None, 0, resume, row)
-    return Begin(parent, live.n, resume, own_row)
+    if (parent := live.parent) is not None:
+        n_usable, own_row = live.n, None
+        if live.n == n_tokens and (own_row := parent.row_at(n_tokens)) is None:
+            n_usable = parent.cells.reachable(n_tokens - 1)
+        if n_usable and n_usable >= resume.n:
+            return Begin(parent, live.n, resume, own_row)
+    return Begin(None, 0, resume, row)
 
 
 class PromptLookup:
@@ -160,8 +140,6 @@ class PromptLookup:
 
     def _cells_of(self, match: Match, resume: Resume) -> Cells:
         """Return the cells and the state that a resume point needs, from RAM."""
-        if not resume.n:
-            return Cells(0, [], [], 0)
         first, window = resume.n, list[Any]()
         if resume.window_first < resume.n:
             first, window = match.chunks(Kind.WINDOW, resume.window_first, resume.n)
@@ -205,10 +183,7 @@ class PromptLookup:
         return Difference(self._model, shown, at, other)
 
     def _obstacles_of_adapters(self, ids: IntArray, request: Request, agrees: int) -> list[str]:
-        """Return an obstacle if other adapters have a longer match.
-
-        Other namespaces are not searched: a tenant must not learn about another's prompts.
-        """
+        """Return an obstacle if other adapters have a longer match, in the same namespace."""
         tree, found = self._blocks.tree, list[str]()
         least = agrees + tree.shape.block_size
         for digest in [b"", *self._adapters] if self._adapters and least <= len(ids) else ():

@@ -22,11 +22,6 @@ class Match:
     node: Node
     n: int
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether it ends where its node does."""
-        return self.n == self.node.end
-
     def nodes(self) -> list[Node]:
         """Return the nodes of its path, from the root down."""
         return self.node.path()[::-1]
@@ -53,18 +48,13 @@ class Match:
 
     def states(self) -> list[int]:
         """Return the numbers of tokens after which a state is cached, ascending."""
-        return [
-            node.end
-            for node in self.nodes()
-            if node.state is not None and node.state.chunks[0].has_state and node.end <= self.n
-        ]
+        return [x.end for x in self.nodes() if x.end_state.has_state and x.end <= self.n]
 
     def end_at(self, n: int) -> EndState:
         """Return the state and logits after n tokens, if cached."""
         for node in self.node.path():
-            if node.end == n <= self.n and node.state is not None:
-                end: EndState = node.state.chunks[0]
-                return end
+            if node.end == n <= self.n:
+                return node.end_state
         return NO_STATE
 
     def chunks(self, kind: Kind, begin: int, end: int) -> tuple[int, list[Chunk]]:
@@ -88,35 +78,19 @@ class Match:
 
 @dataclass(slots=True)
 class Resume:
-    """A point where a prompt can resume: after n tokens.
-
-    Attributes
-    ----------
-    window_first
-        First token whose window cells are used; ``n`` if the memory has no window.
-    state
-        The state that is used; None if none is needed.
-    """
+    """A point where a prompt can resume: after n tokens."""
 
     n: int
-    window_first: int
-    state: Component | None = None
+    window_first: int  # first token whose window cells are used; n if the memory has no window
+    state: Component | None = None  # the state that is used, if one is needed
 
 
 @dataclass(slots=True)
 class Hold:
-    """The components that a sequence or a pin protects from eviction, until it is released.
+    """The components that a sequence or a pin protects from eviction, until it is released."""
 
-    Attributes
-    ----------
-    node
-        The last node whose attention cells are held, and so those of all its ancestors.
-    window_first
-        First token whose window cells are held; the end of the node if none are.
-    """
-
-    node: Node
-    window_first: int
+    node: Node  # its attention cells are held, and so those of all its ancestors
+    window_first: int  # first token whose window cells are held; the node's end if none are
     state: Component | None
 
 
@@ -124,33 +98,20 @@ class Hold:
 class Offer:
     """What a closing sequence can store for its first n tokens, whose attention cells it has.
 
-    Attributes
-    ----------
-    windows
-        Ranges of tokens whose window cells can be read.
-    states
-        States by number of tokens.
-    ends
-        Positions below n where prompts are likely to resume: the prompt's end and message
-        boundaries. Their windows and states are not speculative.
-    priority
-        The sequence's priority; lower ones are evicted first.
+    Prompts are likely to resume at ``ends``: the prompt's end and message boundaries. Windows and
+    states there are not speculative.
     """
 
     n: int
-    windows: list[Range] = field(default_factory=list)
-    states: dict[int, EndState] = field(default_factory=dict)
+    windows: list[Range] = field(default_factory=list)  # tokens whose window cells can be read
+    states: dict[int, EndState] = field(default_factory=dict)  # by number of tokens
     ends: list[int] = field(default_factory=list)
     priority: int = 0
 
 
 @dataclass
 class Plan(Offer):
-    """The part of an offer to insert: the windows and states that are missing and fit.
+    """The part of an offer to insert: the windows and states that are missing and fit."""
 
-    ``slack`` tokens before its windows are kept with them. Other prompts diverge after
-    ``divergence`` tokens (0 if unknown).
-    """
-
-    slack: int = 0
-    divergence: int = 0
+    slack: int = 0  # tokens kept before each window
+    divergence: int = 0  # after how many tokens other prompts diverge; 0 if unknown

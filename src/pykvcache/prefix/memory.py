@@ -6,6 +6,8 @@ import ctypes
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -15,14 +17,18 @@ from pykvcache._native import lib
 from pykvcache._ranges import Range
 from pykvcache.context import LlamaContext
 from pykvcache.errors import KvCacheError, UnsupportedOperation
+from pykvcache.prefix.block_hash import root_name, split_space
 from pykvcache.prefix.match import Chunk
 from pykvcache.prefix.node import Kind, MemoryShape
+from pykvcache.prefix.stores import Envelope
 from pykvcache.state.layout import BLOCK_PARTS
 
 __all__ = ["BufferPool", "CacheMemory", "Cells"]
 
 Buffer = npt.NDArray[np.uint8]
 
+#: Overhead in bytes of a node or component, and of a chunk (by tracemalloc).
+_NODE_BYTES, _CHUNK_BYTES = 800, 250
 #: Upper bound on the bytes of free buffers.
 _MOST_FREE = 64 << 20
 #: Maximum number of tokens between two checkpoints of a prompt.
@@ -33,42 +39,22 @@ _PARTS: dict[Kind, Any] = {Kind.ATTENTION: "attention", Kind.WINDOW: "window"}
 
 @dataclass(frozen=True)
 class Cells:
-    """The cells and the state to restore for the first n tokens of a sequence.
-
-    Attributes
-    ----------
-    attention
-        Chunks of attention cells, from the first token on.
-    window, window_first
-        Chunks of window cells, and their first token; no chunks if the memory has no window.
-    state
-        The recurrent state after n tokens; None if the memory has none.
-    """
+    """The cells and the state to restore for the first n tokens of a sequence."""
 
     n: int
-    attention: list[Chunk]
-    window: list[Chunk]
-    window_first: int
-    state: Any = None
+    attention: list[Chunk]  # from the first token on
+    window: list[Chunk]  # none if the memory has no window
+    window_first: int  # their first token
+    state: Any = None  # the recurrent state, if the memory has one
 
 
 class CacheMemory:
     """Reads and writes cells and states of llama.cpp's memory; no other module of a cache does.
 
-    Free buffers take at most an eighth of ``ram_bytes``. In tiers, a block takes ``overhead``
-    bytes more than its cells.
+    Free buffers take at most an eighth of ``ram_bytes``.
     """
 
-    def __init__(
-        self,
-        context: LlamaContext,
-        block_size: int,
-        ram_bytes: int,
-        *,
-        node_bytes: int,
-        chunk_bytes: int,
-        overhead: int,
-    ) -> None:
+    def __init__(self, context: LlamaContext, block_size: int, ram_bytes: int) -> None:
         self._ctx, self._native = context, context.native
         native = self._native
         self.has_layout = native.has_layout
@@ -84,22 +70,23 @@ class CacheMemory:
             # With recurrent states a prompt can resume only where a state was saved.
             slack=0 if native.has_state_part else n_swa // 4,
             needs_state=native.has_state_part,
-            node_bytes=node_bytes,
-            chunk_bytes=chunk_bytes,
+            node_bytes=_NODE_BYTES,
+            chunk_bytes=_CHUNK_BYTES,
             split=self._split,
         )
         #: Number of window cells of the context.
-        self.n_window_cells = self._count_window_cells() if window else 1 << 31
+        self.n_window_cells = 1 << 31
+        if window:
+            layout = native.state_layout("PrefixCache")
+            cells = [int(part["n_cells"]) for part in layout if part["part"] == "window"]
+            self.n_window_cells = min(cells)
         #: Tokens between checkpoints: so few that no window cells are lost in between.
         room = self.n_window_cells - n_swa
         self.spacing = max(min(_SPACING, room) // block_size, 1) * block_size
         most = min(ram_bytes // 8, _MOST_FREE)
+        overhead = Envelope.overhead  # of a block that comes from a tier
         sizes = [max(1, block_size * cell + overhead) for cell in (attention, window)]
         self._pools = [BufferPool(size, most // 2) for size in sizes]
-
-    def _count_window_cells(self) -> int:
-        layout = self._native.state_layout("PrefixCache")
-        return min(int(part["n_cells"]) for part in layout if part["part"] == "window")
 
     # Buffers ------------------------------------------------------------------------------------
 
@@ -127,33 +114,23 @@ class CacheMemory:
 
     # Copying out --------------------------------------------------------------------------------
 
-    def windows(self, seq_id: int, n: int) -> list[Range]:
-        """Return the range of the first n tokens whose window cells a sequence has."""
+    def windows(self, seq_id: int) -> list[Range]:
+        """Return the range of tokens whose window cells a sequence has."""
         if self.shape.window_start is None:
             return []
         first, last = self._native.window_range(seq_id)
-        return [(first, min(last, n))] if first < min(last, n) else []
+        return [(first, last)] if first < last else []
 
     def read(self, kind: Kind, seq_id: int, begin: int, sizes: Sequence[int]) -> list[Buffer]:
-        """Copy the cells of consecutive chunks out of a sequence.
-
-        Raises `UnsupportedOperation` if some are missing, and `StateDamaged` if they hold NaN or
-        infinity.
-        """
+        """Copy the cells of consecutive chunks; raise `KvCacheError` if some are missing or NaN."""
         cell, pool = self.shape.cell_bytes(kind), self._pools[kind]
-        found, at = list[Buffer](), 0
-        for size in sizes:
-            found.append(pool.take(size * cell))
-        while at < len(sizes) and cell:
-            # One call for chunks of equal size, and for a shorter one after them.
-            end = at + 1
-            while end < len(sizes) and sizes[end] == sizes[at]:
-                end += 1
-            if not self._native.get_blocks(
-                seq_id, begin, sizes[at], found[at:end], part=_PARTS[kind]
-            ):
+        found = [pool.take(size * cell) for size in sizes]
+        at = 0
+        for size, same in groupby(sizes if cell else ()):  # one call for chunks of equal size
+            end = at + len(list(same))
+            if not self._native.get_blocks(seq_id, begin, size, found[at:end], part=_PARTS[kind]):
                 raise UnsupportedOperation("PrefixCache", "the sequence lacks some of these cells")
-            begin += sum(sizes[at:end])
+            begin += size * (end - at)
             at = end
         for buffer in found:
             buffer.setflags(write=False)
@@ -169,8 +146,7 @@ class CacheMemory:
     def make_state(self, content: Buffer, n: int) -> lib.StatePart:
         """Return the state after n tokens from bytes that another context wrote.
 
-        Raises `StateError` if the bytes are no state of this memory, ValueError if it is the state
-        after another number of tokens.
+        Raises `StateError` or ValueError if they are something else.
         """
         state = self._native.make_state_part(content)
         if state.end != n:
@@ -225,8 +201,9 @@ class CacheMemory:
 
     # Identity -----------------------------------------------------------------------------------
 
+    @cached_property
     def digests(self) -> dict[str, bytes]:
-        """Return the digests that block hashes depend on, for `root_name`.
+        """The digests that block hashes depend on, for `root_name`.
 
         They leave out the numbers of cells and sequences, streams and ``swa_full``: contexts that
         differ in these share blocks.
@@ -246,6 +223,12 @@ class CacheMemory:
             "rope": bytes.fromhex(fingerprint.rope_digest),
             "layout": hashlib.sha256(layout.encode()).digest(),
         }
+
+    def root(self, space: str) -> bytes:
+        """Return the hash from which the blocks of a space start."""
+        namespace, adapters = split_space(space)
+        size = self.shape.block_size
+        return root_name(**self.digests, block_size=size, namespace=namespace, adapters=adapters)
 
     def state_bytes(self) -> int:
         """Return the approximate bytes of a sequence's recurrent state."""
@@ -271,17 +254,11 @@ MIN_POOLED_BYTES = 128 << 10
 
 
 class BufferPool:
-    """A pool of byte arrays: the memory of an array is reused once nothing refers to it.
+    """A pool of buffers of one size: their memory is reused once nothing refers to it.
 
     The system clears each page of new memory at the first write: filling 37 MB of new buffers
-    takes 50 ms, of reused ones 10 ms. Any thread may call any method and drop any array.
-
-    Parameters
-    ----------
-    size : int
-        Bytes of a pooled buffer, usually those of a block.
-    max_bytes : int
-        Limit of the free list in bytes. Memory beyond it is returned to the allocator.
+    takes 50 ms, of reused ones 10 ms. ``max_bytes`` limits the free list. Any thread may call any
+    method and drop any array.
     """
 
     def __init__(self, size: int, max_bytes: int) -> None:
@@ -297,11 +274,7 @@ class BufferPool:
         return len(self.free) * self.size
 
     def take(self, n_bytes: int) -> Buffer:
-        """Return a writable array of ``n_bytes`` arbitrary bytes.
-
-        Only sizes within 1 % of `size` are pooled, because each of them occupies a whole buffer.
-        The memory is reused once the array and all views of it are gone.
-        """
+        """Return a writable array of ``n_bytes`` arbitrary bytes, pooled if near `size`."""
         if not self._max_free or not 0.99 * self.size < n_bytes <= self.size:
             return np.empty(n_bytes, np.uint8)
         try:

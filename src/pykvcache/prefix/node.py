@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from typing import Any
@@ -34,7 +34,6 @@ __all__ = [
     "cut",
     "incomplete",
     "is_resumable",
-    "new_root",
 ]
 
 
@@ -46,43 +45,22 @@ class Kind(IntEnum):
     STATE = 2
 
 
-#: Splits a chunk of n tokens at token ``at``: (kind, cells, n, at) -> two chunks.
-Split = Callable[[Kind, Any, int, int], tuple[Any, Any]]
-
-
-def _halves(kind: Kind, cells: Any, n: int, at: int) -> tuple[Any, Any]:
-    """Split chunks without contents."""
-    return None, None
-
-
 @dataclass(frozen=True)
 class MemoryShape:
-    """The properties of a memory that its tree depends on.
-
-    Attributes
-    ----------
-    attention_bytes, window_bytes
-        Bytes of one token's cells in layers without and with a window; 0 without such layers.
-    window_start
-        Returns the first position whose window cells are needed to resume after n tokens. None
-        if the memory has no window.
-    slack
-        Extra window cells before a window, for prompts that diverge a little earlier.
-    needs_state
-        Whether a sequence can resume only where a state was saved.
-    node_bytes, chunk_bytes
-        Overhead of a node or component, and of a chunk; 0 if only cells are counted.
-    """
+    """The properties of a memory that its tree depends on."""
 
     block_size: int
-    attention_bytes: int = 1
-    window_bytes: int = 0
+    attention_bytes: int = 1  # of one token's cells in layers without a window
+    window_bytes: int = 0  # of those in layers with one
+    #: Returns the first position whose window cells are needed to resume after n tokens. None if
+    #: the memory has no window.
     window_start: Callable[[int], int] | None = None
-    slack: int = 0
-    needs_state: bool = False
-    node_bytes: int = 0
-    chunk_bytes: int = 0
-    split: Split = _halves
+    slack: int = 0  # extra window cells before a window, for prompts that diverge a little earlier
+    needs_state: bool = False  # whether a sequence can resume only where a state was saved
+    node_bytes: int = 0  # overhead of a node or component; 0 if only cells are counted
+    chunk_bytes: int = 0  # overhead of a chunk
+    #: Splits the cells of a chunk of n tokens: (kind, cells, n, at) -> two chunks.
+    split: Callable[[Kind, Any, int, int], tuple[Any, Any]] | None = None
 
     @cached_property
     def is_plain(self) -> bool:
@@ -96,11 +74,7 @@ class MemoryShape:
         return 1 / each if each else 1e300
 
     def deepest(self, limit: int, windows: Iterable[Range], states: Iterable[int]) -> int:
-        """Return the last point, up to a limit, where a sequence can resume.
-
-        The first ``limit`` tokens have attention cells, ``windows`` are the tokens with window
-        cells, and ``states`` the numbers of tokens after which a state is saved.
-        """
+        """Return the last point, up to a limit, where a sequence can resume: see `deepest`."""
         return deepest(
             limit, windows, states, window_start=self.window_start, needs_state=self.needs_state
         )
@@ -120,15 +94,7 @@ class MemoryShape:
 
 @dataclass(frozen=True, eq=False)
 class EndState:
-    """The state and the logits after the last token of a node.
-
-    Attributes
-    ----------
-    state
-        The recurrent state, or None.
-    row
-        The logits after the token, or None.
-    """
+    """The recurrent state and the logits (``row``) after the last token of a node, or None."""
 
     state: Any = None
     row: Any = None
@@ -168,6 +134,7 @@ def cut(begin: int, end: int, block_size: int) -> list[int]:
     return [first - begin, *[block_size] * n_full, *([last] if last else [])]
 
 
+@dataclass(eq=False, slots=True)
 class Component:
     """One component of a node: the unit that policies rank, evicted on its own.
 
@@ -195,38 +162,25 @@ class Component:
         no prompt has ended at or resumed from yet. Such components are evicted first.
     """
 
-    __slots__ = (
-        "chunks",
-        "created",
-        "held",
-        "is_speculative",
-        "kind",
-        "last_use",
-        "n_bytes",
-        "n_tokens",
-        "node",
-        "notes",
-        "priority",
-        "sizes",
-        "stamp",
-        "start",
-        "uses",
-        "weight",
-    )
+    node: Node
+    kind: Kind
+    created: int
+    weight: float
+    priority: int
+    chunks: list[Any] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    start: int = field(init=False)
+    n_tokens: int = 0
+    n_bytes: int = 0
+    uses: int = 0
+    held: int = 0
+    last_use: int = field(init=False)
+    is_speculative: bool = False
+    notes: Any = None
+    stamp: int = -1
 
-    def __init__(self, node: Node, kind: Kind, now: int, weight: float, priority: int) -> None:
-        self.node = node
-        self.kind = kind
-        self.chunks: list[Any] = []
-        self.sizes: list[int] = []
-        self.start, self.n_tokens, self.n_bytes = node.start, 0, 0
-        self.uses = self.held = 0
-        self.created = self.last_use = now
-        self.priority = priority
-        self.weight = weight
-        self.is_speculative = False
-        self.notes: Any = None
-        self.stamp = -1
+    def __post_init__(self) -> None:
+        self.start, self.last_use = self.node.start, self.created
 
     def __repr__(self) -> str:
         name = self.kind.name.lower()
@@ -262,10 +216,7 @@ class Component:
         return node.attention is self and not node.children
 
     def chunk_key(self, n_kept: int = 0) -> int:
-        """Return a 32-bit checksum of the path up to the chunk after ``n_kept`` own tokens.
-
-        Policies use it as the key of evicted components. Two paths may have the same one.
-        """
+        """Return a 32-bit checksum of the path up to the chunk after n_kept tokens, for ghosts."""
         end = self.start
         for size in self.sizes:
             end += size
@@ -274,56 +225,28 @@ class Component:
         return self.node.key_at(end) ^ self.kind
 
 
+@dataclass(eq=False, slots=True)
 class Node:
     """A run of tokens of the tree.
 
-    Attributes
-    ----------
-    parent : Node or None
-        The node before it; None for a root, and for a node that was removed from the tree.
-    children : dict of bytes to Node
-        Its children, by their first token.
-    tokens : bytes
-        Its tokens, as little-endian 32-bit integers.
-    start, end : int
-        Number of tokens on the path before its first token, and up to its last one.
-    attention : Component
-        Its attention cells, set by the tree; a root has none.
-    window, state : Component or None
-        Its other components.
-    namespace : str or None
-        The space of a root; None for other nodes.
-    diverges : bool
-        Whether prompts have diverged at its end.
+    It ends after ``end`` tokens of its path.
     """
 
-    __slots__ = (
-        "_key",
-        "_names",
-        "attention",
-        "children",
-        "diverges",
-        "end",
-        "namespace",
-        "parent",
-        "start",
-        "state",
-        "tokens",
-        "window",
-    )
+    parent: Node | None  # None for a root, and for a node that was removed from the tree
+    tokens: bytes  # little-endian 32-bit integers
+    start: int  # number of tokens on the path before its first token
+    _key: int  # checksum of the path before it
+    children: dict[bytes, Node] = field(default_factory=dict)  # by their first token
+    end: int = field(init=False)
+    attention: Component = field(init=False)  # set by the tree; a root has none
+    window: Component | None = None
+    state: Component | None = None
+    namespace: str | None = None  # the space of a root
+    diverges: bool = False  # whether prompts have diverged at its end
+    _names: list[bytes] | None = None
 
-    def __init__(self, parent: Node | None, tokens: bytes, start: int, key: int) -> None:
-        self.parent = parent
-        self.children: dict[bytes, Node] = {}
-        self.tokens = tokens
-        self.start, self.end = start, start + len(tokens) // TOKEN_SIZE
-        self.attention: Component
-        self.window: Component | None = None
-        self.state: Component | None = None
-        self.namespace: str | None = None
-        self.diverges = False
-        self._key = key  # checksum of the path before it
-        self._names: list[bytes] | None = None
+    def __post_init__(self) -> None:
+        self.end = self.start + len(self.tokens) // TOKEN_SIZE
 
     def __repr__(self) -> str:
         return f"<Node: tokens {self.start} to {self.end}>"
@@ -345,6 +268,14 @@ class Node:
         while node.parent is not None:
             node = node.parent
         return node
+
+    @property
+    def end_state(self) -> EndState:
+        """The state and the logits after its last token."""
+        if self.state is None:
+            return NO_STATE
+        end: EndState = self.state.chunks[0]
+        return end
 
     def components(self) -> Iterator[Component]:
         """Yield its components."""
@@ -375,10 +306,7 @@ class Node:
     # Block hashes (names) -----------------------------------------------------------------------
 
     def names(self, block_size: int) -> list[bytes]:
-        """Return the hashes of the blocks that end in this node, computed at the first call.
-
-        A root returns one hash, from which the chain starts.
-        """
+        """Return the hashes of the blocks that end in this node, or the root's own hash."""
         unnamed, node = [], self
         while node._names is None:
             unnamed.append(node)
@@ -387,18 +315,11 @@ class Node:
         for node in reversed(unnamed):
             assert node.parent is not None
             step = block_size * TOKEN_SIZE
-            text = node.text_from(node.start - node.start % block_size)
-            node._names = block_names(node.parent.last_name(block_size), text, step)
+            n_before, rest = divmod(node.start, block_size)
+            name = node.parent.name_at(n_before, block_size)
+            node._names = block_names(name, node.text_from(node.start - rest), step)
         assert self._names is not None
         return self._names
-
-    def last_name(self, block_size: int) -> bytes:
-        """Return the hash of the last block that ends in this node or before it."""
-        node = self
-        while not (names := node.names(block_size)):
-            assert node.parent is not None
-            node = node.parent
-        return names[-1]
 
     def name_at(self, n_blocks: int, block_size: int) -> bytes:
         """Return the hash of the path's block number ``n_blocks`` (from 1), or the root's for 0."""
@@ -447,13 +368,13 @@ class Node:
         gone, self._names = self._names[n:], self._names[:n]
         return gone
 
-
-def new_root(namespace: str, name: bytes | None) -> Node:
-    """Return a new root; without a name its blocks have no hashes."""
-    root = Node(None, b"", 0, zlib.crc32(namespace.encode("utf-8", "surrogatepass")))
-    root.namespace = namespace
-    root._names = None if name is None else [name]
-    return root
+    @classmethod
+    def new_root(cls, namespace: str, name: bytes | None) -> Node:
+        """Return a new root; without a name its blocks have no hashes."""
+        root = cls(None, b"", 0, zlib.crc32(namespace.encode("utf-8", "surrogatepass")))
+        root.namespace = namespace
+        root._names = None if name is None else [name]
+        return root
 
 
 # Only complete windows are of use.
@@ -465,10 +386,7 @@ def is_resumable(shape: MemoryShape, node: Node) -> bool:
 
 
 def incomplete(shape: MemoryShape, top: Node) -> list[Node]:
-    """Return the nodes from ``top`` down with cells in no complete window, deepest first.
-
-    A node without a complete window may still hold the beginning of a child's.
-    """
+    """Return the nodes from ``top`` down with cells in no complete window, deepest first."""
     before = math.inf if top.parent is None or top.parent.is_root else _reach(shape, top.parent)
     waiting, found, connected = [(top, before)], list[Node](), set[Node]()
     while waiting:
@@ -495,7 +413,7 @@ def incomplete(shape: MemoryShape, top: Node) -> list[Node]:
 
 def _resumes(shape: MemoryShape, node: Node, reach: float) -> bool:
     """Return whether a prompt can resume at a node's end, with ``reach`` window cells before it."""
-    if shape.needs_state and (node.state is None or not node.state.chunks[0].has_state):
+    if shape.needs_state and not node.end_state.has_state:
         return False
     return shape.window_start is None or node.end - shape.window_start(node.end) <= reach
 

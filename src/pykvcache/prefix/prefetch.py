@@ -23,19 +23,7 @@ MAX_WAITING = 1024
 
 
 class Prefetch:
-    """A prefetch of one prompt, returned by `PrefixCache.prefetch`.
-
-    Attributes
-    ----------
-    n_tokens : int
-        Number of tokens loaded.
-    is_cancelled : bool
-        Whether it was cancelled.
-    tokens, namespace
-        The prompt and its space.
-    load
-        The load, once it has started.
-    """
+    """A prefetch of one prompt, returned by `PrefixCache.prefetch`: ``n_tokens`` were loaded."""
 
     def __init__(self, tokens: bytes, namespace: str) -> None:
         self.n_tokens = 0

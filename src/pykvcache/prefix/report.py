@@ -26,8 +26,6 @@ class ReuseReport:
 
     Attributes
     ----------
-    n_tokens
-        Tokens of the prompt.
     live
         Tokens forked from a live sequence.
     ram, disk, remote
@@ -103,22 +101,12 @@ class CacheStats:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token of a prompt that differs from the closest cached one.
-
-    Attributes
-    ----------
-    tokens
-        The last tokens of the prompt up to the one that differs; a copy, since prompts may change.
-    at
-        The position of that token.
-    other
-        The closest cached prompt's token at this position.
-    """
+    """The first token of a prompt that differs from the closest cached one."""
 
     model: LlamaModel
-    tokens: IntArray
-    at: int
-    other: int
+    tokens: IntArray  # the last tokens of the prompt up to it; a copy, since prompts may change
+    at: int  # its position
+    other: int  # the closest cached prompt's token there
 
     def __str__(self) -> str:
         at, own = self.at, int(self.tokens[-1])
@@ -132,33 +120,15 @@ class Difference:
 
 @dataclass
 class Reason:
-    """Why no more tokens of a prompt were reused; formatted when it is read.
+    """Why no more tokens of a prompt were reused; formatted when it is read."""
 
-    Attributes
-    ----------
-    n
-        Tokens of the prompt.
-    agrees
-        Length of its common prefix with the closest cached prompt.
-    reused
-        Tokens that need not be evaluated.
-    difference
-        Where it diverges from the closest cached prompt; None if it does not.
-    part
-        What a prompt needs besides attention cells to resume: "window", "state" or "".
-    known
-        Tokens whose attention cells are cached.
-    obstacles
-        Why tokens that are cached cannot be shared, as texts.
-    """
-
-    n: int
-    agrees: int
-    reused: int
-    difference: Difference | None = None
-    part: str = ""
-    known: int = 0
-    obstacles: list[str] = field(default_factory=list)
+    n: int  # tokens of the prompt
+    agrees: int  # length of its common prefix with the closest cached prompt
+    reused: int  # tokens that need not be evaluated
+    difference: Difference | None = None  # from the closest cached prompt
+    part: str = ""  # "window" or "state": needed to resume besides attention cells
+    known: int = 0  # tokens whose attention cells are cached
+    obstacles: list[str] = field(default_factory=list)  # why cached tokens cannot be shared
 
     def __str__(self) -> str:
         reasons = [] if self.difference is None else [str(self.difference)]

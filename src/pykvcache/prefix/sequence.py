@@ -10,13 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pykvcache._arguments import IntArray, as_int
-from pykvcache.context import LlamaContext
 from pykvcache.errors import DeviceLost
 from pykvcache.prefix.report import Reason, ReuseReport
 from pykvcache.sequence.cells import SequenceCells
-from pykvcache.sequence.checkpoints import CheckpointPolicy
 from pykvcache.sequence.sequence import LlamaSequence
-from pykvcache.state.saved import Path
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -29,47 +26,22 @@ __all__ = ["CachedSequence", "Request", "request_of"]
 
 @dataclass(eq=False)
 class Request:
-    """The cache's record of a sequence.
-
-    Attributes
-    ----------
-    cells
-        Its cells in the context's memory.
-    space
-        The space of its tokens: namespace and adapters in use (see `block_hash.space_of`).
-    boundaries
-        Numbers of tokens after which messages end.
-    keep
-        Maximum number of its first tokens to store; None for all.
-    report, reason
-        Where its tokens came from; why no more were reused, formatted when `reuse` is read.
-    search
-        The search of the tiers that it waits for.
-    is_searched
-        Whether the tiers were searched.
-    is_counted
-        Whether the cache's statistics count it.
-    """
+    """The cache's record of a sequence."""
 
     cells: SequenceCells
     namespace: str
-    space: str
+    space: str  # its namespace and the adapters in use (see `block_hash.space_of`)
     priority: int = 0
-    boundaries: tuple[int, ...] = ()
-    keep: int | None = None
+    boundaries: tuple[int, ...] = ()  # numbers of tokens after which messages end
+    keep: int | None = None  # maximum number of its first tokens to store
     report: ReuseReport = field(default_factory=ReuseReport)
-    reason: Reason | None = None
-    search: Load | None = None
-    is_searched: bool = False
-    is_counted: bool = False
+    reason: Reason | None = None  # formatted when `reuse` is read
+    search: Load | None = None  # the search of the tiers that it waits for
+    is_searched: bool = False  # whether the tiers were searched
+    is_counted: bool = False  # whether the cache's statistics count it
 
     def __len__(self) -> int:
         return len(self.cells.ledger)
-
-    @property
-    def tokens(self) -> bytes:
-        """The tokens that it can share, as little-endian 32-bit integers."""
-        return self.shareable.tobytes()
 
     @property
     def shareable(self) -> IntArray:
@@ -107,11 +79,6 @@ class Request:
         n = len(self)
         self.report, self.reason = ReuseReport(n, live=n), None
 
-    def set_origin(self, *, disk: int, remote: int) -> None:
-        """Report how many of the tokens restored from RAM came from tiers."""
-        ram = self.report.ram - disk - remote
-        self.report = replace(self.report, ram=ram, disk=disk, remote=remote)
-
 
 class CachedSequence(LlamaSequence):
     """A sequence made by `PrefixCache.sequence`; otherwise like `LlamaSequence`.
@@ -121,6 +88,7 @@ class CachedSequence(LlamaSequence):
 
     _core: CacheCore
     _request: Request
+    load = LlamaSequence.load  # returns a plain sequence
 
     @property
     def reuse(self) -> ReuseReport:
@@ -149,18 +117,6 @@ class CachedSequence(LlamaSequence):
             cells.points.row = n, row.copy()
             if not cells.points.has_state_at(n):
                 cells.checkpoint()  # a single new token takes none by itself
-
-    @classmethod
-    def load(
-        cls,
-        context: LlamaContext,
-        path: Path,
-        *,
-        checkpoints: CheckpointPolicy | None = None,
-        convert: bool = False,
-    ) -> LlamaSequence:
-        """Return a plain sequence from a file, as `LlamaSequence.load`."""
-        return LlamaSequence.load(context, path, checkpoints=checkpoints, convert=convert)
 
     def close(self, *, keep: SupportsIndex | None = None) -> None:
         """Let the cache store the evaluated tokens, and free the cells. Idempotent.

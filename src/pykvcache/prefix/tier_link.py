@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -12,12 +14,11 @@ from pykvcache._native import lib
 from pykvcache._ranges import Range, union
 from pykvcache.context import LlamaContext
 from pykvcache.errors import KvCacheError, UnsupportedOperation
-from pykvcache.prefix.admission import Source, admit
-from pykvcache.prefix.block_cache import BlockCache
+from pykvcache.prefix.arguments import TierInput
+from pykvcache.prefix.block_cache import BlockCache, Source
 from pykvcache.prefix.block_hash import (
     TOKEN_SIZE,
     NamedPrompt,
-    NameRoot,
     is_on_path,
     window_key,
 )
@@ -25,11 +26,19 @@ from pykvcache.prefix.match import Match, Offer
 from pykvcache.prefix.memory import Buffer, CacheMemory
 from pykvcache.prefix.node import NO_STATE, EndState, Kind
 from pykvcache.prefix.report import ReuseReport
+from pykvcache.prefix.stores import BlockStore, Envelope, open_store
 from pykvcache.prefix.tiers.cost_model import EvaluationTime
 from pykvcache.prefix.tiers.loader import Deliver, Load, Loaded, TailRecord, Wanted
-from pykvcache.prefix.tiers.stack import Record, Tiers
+from pykvcache.prefix.tiers.tier import Tier, TierStats
+from pykvcache.prefix.tiers.writer import Chain, Writer
 
-__all__ = ["TierLink", "least_seconds"]
+__all__ = ["CLOSE_SECONDS", "TierLink"]
+
+#: The key of a record, and a function that returns its content, or None if it is unavailable.
+_Record: TypeAlias = tuple[bytes, Callable[[], Buffer | None]]
+
+#: Seconds that `close` waits until the queues are written.
+CLOSE_SECONDS = 30.0
 
 # A request waits at most this fraction of its estimated evaluation time.
 _WAIT = 0.1
@@ -44,7 +53,7 @@ _NOTHING = ReuseReport()
 _PER_THREAD, _PER_DEVICE = 1e11, 5e14
 
 
-def least_seconds(ctx: LlamaContext) -> float:
+def _least_seconds(ctx: LlamaContext) -> float:
     """Return a lower bound on the seconds per token, from the model's size."""
     rate = _PER_DEVICE if lib.devices() != ["CPU"] else _PER_THREAD * max(1, ctx.n_threads_batch)
     return 2 * ctx.model.n_params / rate
@@ -82,63 +91,86 @@ class _LoadedCells:
 
 
 class TierLink:
-    """The link between a cache and its tiers. The caller holds the sequence pool's lock.
+    """The tiers of a cache, fastest first: searched in order, written behind.
 
-    ``tier_seconds`` is the longest wait of a request, None if it is to be estimated; ``n_row`` the
-    number of logits after a prompt, 0 if they are not kept.
+    The caller holds the sequence pool's lock. ``tier_seconds`` is the longest wait of a request,
+    None if it is to be estimated; ``n_row`` the number of logits after a prompt, 0 if they are not
+    kept.
     """
 
     def __init__(
         self,
-        tiers: Tiers,
-        memory: CacheMemory,
+        context: LlamaContext,
         blocks: BlockCache,
-        root: NameRoot,
-        evaluation: EvaluationTime,
-        tier_seconds: float | None,
+        stores: Sequence[TierInput],
         *,
+        secret: bytes | str | None,
+        tier_seconds: float | None,
+        queue_bytes: int,
         n_row: int,
     ) -> None:
-        self.tiers = tiers
-        #: Whether the cache has tiers.
-        self.has_tiers = len(tiers) > 0
-        self.root, self.evaluation = root, evaluation
-        self._memory, self._blocks = memory, blocks
-        self._tier_seconds, self._n_skipped = tier_seconds, 0
-        self._n_row = n_row
+        memory = blocks.memory
+        self._blocks, self._memory = blocks, memory
+        self._tier_seconds, self._n_skipped, self._n_row = tier_seconds, 0, n_row
+        self.evaluation = EvaluationTime(_least_seconds(context))
         self._loads = weakref.WeakSet[Load]()  # in progress, or waited for
-        self._tail_bytes = memory.tail_bytes() if self.has_tiers else 0
-        self._state_bytes = 4 * n_row + memory.state_bytes() if self.has_tiers else 0
+        envelope = Envelope(
+            model=memory.digests["model"],
+            layout=memory.digests["layout"],
+            secret=secret,
+            memory=memory.take,
+        )
+        self.tiers: list[Tier] = []
+        try:
+            for store in stores:
+                owned = not isinstance(store, BlockStore)
+                tier = Tier(open_store(store), envelope, owned=owned, sink=blocks.events.add)
+                self.tiers.append(tier)
+        except BaseException:
+            for tier in self.tiers:
+                tier.close()
+            raise
+        ref = weakref.ref(context)  # the writers' threads must not keep the context alive
+
+        def progress() -> int:
+            return 0 if (ctx := ref()) is None else ctx.tokens_evaluated
+
+        # Queued blocks occupy RAM even after their eviction.
+        urgent = blocks.max_bytes // 4 or None
+        self.writers = [Writer(tier, queue_bytes, progress, urgent) for tier in self.tiers]
+        self._tail_bytes = memory.tail_bytes() if self.tiers else 0
+        self._state_bytes = 4 * n_row + memory.state_bytes() if self.tiers else 0
 
     # Loading ------------------------------------------------------------------------------------
 
     def search(self, tokens: bytes, space: str, known: int, deliver: Deliver) -> Load | None:
         """Start to load what RAM lacks of a prompt; None if the request need not wait.
 
-        If loading is estimated to take longer than the request may wait, the tiers are not read,
-        except every 16th time in the background, to keep the estimate current. RAM or live
-        sequences provide the first ``known`` tokens. If the load finishes late, its thread calls
-        ``deliver()(load)`` (``deliver`` is a weak reference).
+        RAM or live sequences provide the first ``known`` tokens. If loading is estimated to take
+        longer than the request may wait, it is done every 16th time, in the background. A late
+        load's thread calls ``deliver()(load)`` (``deliver`` is a weak reference).
         """
         n, shape = len(tokens) // TOKEN_SIZE, self._memory.shape
         if n - 1 <= known or n < shape.block_size:
             return None
         wanted = self._wanted(tokens, space, known)
-        evaluation = self.evaluation.seconds(known, n)
-        loading = self.tiers.estimate(wanted.n_bytes + self._state_bytes)
-        wait = _WAIT * evaluation if self._tier_seconds is None else self._tier_seconds
-        if self._tier_seconds is None and not self.evaluation.is_learned:
-            wait = max(wait, _FIRST_WAIT)
-        is_awaited = self._tier_seconds is not None or loading <= wait
-        if self._tier_seconds is None and not self.tiers.is_measured:
-            wait /= 2  # the store may be far slower than thought
+        n_bytes = wanted.n_bytes + self._state_bytes
+        loading = min(tier.speed.seconds(n_bytes) for tier in self.tiers)
+        wait, is_awaited = self._tier_seconds, True
+        if wait is None:
+            wait = _WAIT * self.evaluation.seconds(known, n)
+            if not self.evaluation.is_learned:
+                wait = max(wait, _FIRST_WAIT)
+            is_awaited = loading <= wait
+            if not all(tier.speed.is_measured for tier in self.tiers):
+                wait /= 2  # the store may be far slower than thought
         if not is_awaited:
             self._n_skipped += 1
             if self._n_skipped % _TRY_EVERY:
-                for tier in self.tiers.tiers:
+                for tier in self.tiers:
                     tier.too_slow += 1
                 return None
-        load = Load(self.tiers.tiers, wanted, deliver)
+        load = Load(self.tiers, wanted, deliver)
         load.until = load.began + wait
         if not is_awaited:
             load.leave()
@@ -147,10 +179,7 @@ class TierLink:
         return load if is_awaited else None
 
     def cancel(self, tokens: bytes, space: str | None) -> None:
-        """Cancel the loads, in one space or in all, whose prompt extends these tokens.
-
-        A prompt that is a prefix of the tokens is cancelled, too.
-        """
+        """Cancel the loads, in one space or in all, of prompts on the path of these tokens."""
         for load in list(self._loads):
             prompt = load.wanted.prompt
             if space in (None, prompt.space) and is_on_path(prompt.tokens, tokens):
@@ -162,7 +191,7 @@ class TierLink:
         cell = max(1, shape.attention_bytes + shape.chunk_bytes // shape.block_size)
         most = self._blocks.max_bytes // cell
         wanted = self._wanted(tokens, space, known, most)
-        return Load(self.tiers.tiers, wanted)
+        return Load(self.tiers, wanted)
 
     def _wanted(self, tokens: bytes, space: str, known: int, most: int | None = None) -> Wanted:
         """Return what to load of the first ``most`` tokens of a prompt: what RAM lacks."""
@@ -189,7 +218,7 @@ class TierLink:
 
     def _named(self, tokens: bytes, space: str) -> NamedPrompt:
         size = self._memory.shape.block_size
-        return NamedPrompt(self.root(space), tokens, size, space)
+        return NamedPrompt(self._memory.root(space), tokens, size, space)
 
     def keep(self, load: Load, owner: object | None = None) -> None:
         """Store the result of a load in RAM: all of it, held by an owner, or as much as fits."""
@@ -198,7 +227,9 @@ class TierLink:
             end = self._end_state(found)
         except (KvCacheError, ValueError):
             if found.end is not None:
-                self.tiers.refuse(found.end[1], [prompt.tail_key(found.n)])
+                tier, key = found.end[1], prompt.tail_key(found.n)
+                tier.refuse([key])
+                self.writers[self.tiers.index(tier)].offer(Chain(removes=[key]))
             return
         offer = Offer(found.n, self._windows(found), ends=[found.n])
         if end.state is not None or end.row is not None:
@@ -206,7 +237,7 @@ class TierLink:
         source: Source = _LoadedCells(self._memory, found)
         with self._blocks.change():
             match = self._blocks.tree.match(prompt.tokens, prompt.space)
-            admit(self._blocks, source, prompt.tokens, match, prompt.space, offer, owner)
+            self._blocks.admit(source, prompt.tokens, match, prompt.space, offer, owner)
 
     def _end_state(self, found: Loaded) -> EndState:
         """Return the state and the logits of a tail record; raise if the memory rejects them."""
@@ -219,7 +250,6 @@ class TierLink:
         return EndState(state, row)
 
     def _windows(self, found: Loaded) -> list[Range]:
-        """Return the ranges of tokens whose window cells were loaded."""
         size = self._memory.shape.block_size
         if self._memory.shape.window_start is None:
             return []
@@ -241,9 +271,7 @@ class TierLink:
     ) -> None:
         """Queue the records of a closing sequence for the tiers, from RAM or from ``source``.
 
-        Windows and tail records are written for ``ends``, where prompts are likely to resume;
-        ``states`` are by number of tokens. The report has the length of the prompt, and how much
-        of it is new.
+        Windows and tail records are written for ``ends``, where prompts are likely to resume.
         """
         size = self._memory.shape.block_size
         prompt = self._named(tokens, space)
@@ -251,7 +279,7 @@ class TierLink:
         if not names:
             return
         out = _Out(self._memory, self._blocks.tree.match(tokens, space), source, states)
-        records: list[Record] = [
+        records: list[_Record] = [
             (name, partial(out.cells, Kind.ATTENTION, i * size, size))
             for i, name in enumerate(names)
         ]
@@ -270,11 +298,43 @@ class TierLink:
         records += [
             (prompt.tail_key(end), partial(out.end, end)) for end in places if out.has_end(end)
         ]
-        self.tiers.write(prompt, records)
+        self._queue(prompt, records)
+
+    def _queue(self, prompt: NamedPrompt, records: Sequence[_Record]) -> None:
+        """Queue the records that a tier is not known to have, in the order of their importance.
+
+        All of them count as used, in the order of `BlockStore.touch`.
+        """
+        keys = [key for key, _ in records]
+        chains = [
+            (writer, Chain(space=prompt.space, uses=keys, prompt=prompt), writer.tier.unknown(keys))
+            for writer in self.writers
+        ]
+        for i, (key, content) in enumerate(records):
+            takers = list[Chain]()
+            for writer, chain, lacks in chains:
+                if not lacks[i]:
+                    continue
+                if writer.n_bytes + chain.n_bytes > writer.max_bytes:
+                    writer.dropped += 1  # do not copy cells out of memory only to drop them
+                else:
+                    takers.append(chain)
+            data = content() if takers else None
+            for chain in takers if data is not None else ():
+                chain.add(key, cast("Any", data))
+        for writer, chain, _ in chains:
+            writer.offer(chain)
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until everything is written; False if that takes longer than the timeout."""
+        until = time.monotonic() + seconds
+        return all([writer.flush(until - time.monotonic()) for writer in self.writers])
+
+    # Removing -----------------------------------------------------------------------------------
 
     def forget(self, paths: Iterable[bytes], space: str) -> None:
         """Remove the records of these paths from the tiers, except those that RAM still holds."""
-        if not self.has_tiers:
+        if not self.tiers:
             return
         keys, size = dict[bytes, None](), self._memory.shape.block_size
         for path in paths:
@@ -284,21 +344,53 @@ class TierLink:
                 keys[name] = keys[window_key(name)] = None
             for end in range(max(known + 1, size), len(prompt) + 1):
                 keys[prompt.tail_key(end)] = None
-        self.tiers.remove(list(keys))
+        for writer in self.writers:
+            writer.offer(Chain(removes=list(keys)))
+
+    def clear(self, space: str | None) -> None:
+        """Drop the queued records, and the unread events, of a space or of all."""
+        withdrawn = self._blocks.events.withdraw(space)
+        for writer in self.writers:
+            writer.cancel(space)
+            notices = writer.tier.notices
+            notices.announce_again(key for medium, key in withdrawn if medium == notices.medium)
+
+    def forget_notices(self) -> None:
+        """Forget which blocks were announced, so that they are announced again when used."""
+        for tier in self.tiers:
+            tier.notices.forget()
+
+    def close(self) -> None:
+        """Write the queues, for at most `CLOSE_SECONDS`, and close the cache's own stores."""
+        until = time.monotonic() + CLOSE_SECONDS
+        for writer in self.writers:
+            writer.close(until - time.monotonic())
+            writer.tier.close()
+
+    def retire(self) -> None:
+        """Accept no more records; the threads write the queues and then close."""
+        for writer in self.writers:
+            writer.retire()
+
+    def stats(self) -> tuple[TierStats, ...]:
+        """Return the counters of every tier."""
+        return tuple(
+            writer.tier.stats(writer.n_items, writer.n_bytes, writer.dropped)
+            for writer in self.writers
+        )
+
+    # What is written ----------------------------------------------------------------------------
 
     def _window_blocks(self, end: int, more: int = 0) -> range:
         """Return the full blocks with the window before ``end``, and ``more`` tokens before it."""
         shape = self._memory.shape
-        if shape.window_start is None:
-            return range(0)
-        first = max(0, shape.window_start(end) - shape.slack - more)
+        first = shape.window_begin(end, shape.slack + more)
         return range(first // shape.block_size, end // shape.block_size)
 
     def _n_more(self, report: ReuseReport) -> int:
         """Return for how many tokens before the last window window cells are written as well.
 
-        The next prompt may ask another question about the same document, and diverge before the
-        first question, which may be long. The limit is a fifth of the other bytes written.
+        The next prompt may diverge earlier. The limit is a fifth of the other bytes written.
         """
         shape, n = self._memory.shape, report.evaluated
         if shape.window_start is None or shape.needs_state or not shape.window_bytes:

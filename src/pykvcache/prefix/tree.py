@@ -19,7 +19,6 @@ from pykvcache.prefix.node import (
     cut,
     incomplete,
     is_resumable,
-    new_root,
 )
 from pykvcache.prefix.policies import Policy, make_policy
 
@@ -27,18 +26,15 @@ __all__ = ["PrefixTree"]
 
 
 class PrefixTree:
-    """A radix tree over tokens, within a budget in bytes.
+    """A radix tree over tokens. Not thread-safe: the cache has a lock.
 
-    `match`, `resume` and `plan` change nothing. Released components may be evicted by the next
-    `fit`. The hashes (names) of removed blocks are in `removed` until the cache takes them. Not
-    thread-safe: the cache has a lock.
+    `match`, `resume` and `plan` change nothing. The hashes (names) of removed blocks are in
+    `removed` until the cache takes them; without a ``root`` blocks have none.
 
     Evicting a component also removes what is useless without it, and never precedes what needs it:
     attention cells are evicted from the leaves, incomplete windows are removed entirely, and tokens
     after which no prompt can resume are removed with the last window or state after them.
-
-    ``max_bytes`` bounds all components, nodes and the policy's bookkeeping. Without a ``root``
-    blocks have no hashes.
+    ``max_bytes`` bounds all components, nodes and the policy's bookkeeping.
     """
 
     def __init__(
@@ -144,10 +140,7 @@ class PrefixTree:
             self.policy.evictable(one)
 
     def _windows(self, node: Node, first: int, n: int) -> list[Component]:
-        """Return the window cells of the tokens of ``[first, n)`` on the path to a node.
-
-        A node is split where they begin, so that the cells before them are not affected.
-        """
+        """Return the window cells of ``[first, n)`` on the path to a node, split at the first."""
         found: list[Component] = []
         for each in node.path():
             if each.end <= first:
@@ -195,7 +188,6 @@ class PrefixTree:
         return node.parent if at == node.start else self._split(node, at)
 
     def _split(self, node: Node, at: int) -> Node:
-        """Split a node at token ``at``; return the new node in front."""
         head = node.split(at - node.start, self.shape.block_size)
         self.n_bytes += self.shape.node_bytes
         head.attention = self._split_component(node.attention, head)
@@ -206,7 +198,6 @@ class PrefixTree:
         return head
 
     def _split_component(self, tail: Component, head_node: Node) -> Component:
-        """Move the cells of a new node's tokens to a new component of it."""
         head = Component(head_node, tail.kind, self.clock, tail.weight, tail.priority)
         head.created, head.last_use, head.uses = tail.created, tail.last_use, tail.uses
         left, n = head_node.end - tail.start, 0
@@ -218,7 +209,7 @@ class PrefixTree:
         if left:
             size, cells = tail.sizes[0], tail.chunks[0]
             halves = (None, None)
-            if cells is not None:
+            if cells is not None and self.shape.split is not None:
                 halves = self.shape.split(tail.kind, cells, size, left)
             head.sizes.append(left)
             head.chunks.append(halves[0])
@@ -237,7 +228,6 @@ class PrefixTree:
         return head
 
     def _count(self, one: Component) -> None:
-        """Update the byte and token counts of a changed component."""
         shape = self.shape
         if one.kind is Kind.STATE:
             n_bytes = sum(end.nbytes for end in one.chunks)
@@ -270,13 +260,10 @@ class PrefixTree:
             one.held += 1
         return hold
 
-    def hold_again(self, hold: Hold) -> Hold | None:
-        """Return a second hold of the same components; None if they were cleared."""
-        if hold.node.parent is None:
-            return None
+    def hold_again(self, hold: Hold) -> None:
+        """Count a second hold of the same components."""
         for one in self._held_by(hold):
             one.held += 1
-        return Hold(hold.node, hold.window_first, hold.state)
 
     def release(self, hold: Hold, *, is_use: bool = True) -> None:
         """Release a hold; with ``is_use`` its components count as used now."""
@@ -359,7 +346,7 @@ class PrefixTree:
     def _divergence(match: Match, n: int) -> int:
         """Return where other prompts diverge from the first n tokens; 0 if unknown."""
         node = match.node
-        is_known = bool(node.children) or node.diverges or not match.is_whole
+        is_known = bool(node.children) or node.diverges or match.n < node.end
         return min(n, match.n) if is_known else 0
 
     def _least_bytes(self, n: int, ends: Sequence[int], slack: int, offer: Offer) -> int:
@@ -410,17 +397,10 @@ class PrefixTree:
     def insert(
         self, tokens: bytes, plan: Plan, match: Match, namespace: str = "", *, keep: bool = False
     ) -> tuple[Match, Hold | None]:
-        """Insert a plan, with empty cells, and evict to make room for it.
+        """Insert a plan made from this match, with empty cells, and evict to make room for it.
 
-        The plan must have been made from this match. With ``keep`` all of it is held, even above
-        the budget.
-
-        Returns
-        -------
-        match : Match
-            The plan's tokens that are cached now; `holes` returns the components to fill.
-        hold : Hold or None
-            The hold, with ``keep``.
+        Returns the match of what is cached now, for `holes`, and with ``keep`` a hold of all of
+        it, even above the budget.
         """
         self.clock += 1
         tokens = tokens[: plan.n * TOKEN_SIZE]
@@ -479,11 +459,10 @@ class PrefixTree:
                 self._drop_useless(node)
 
     def _append(self, parent: Node, tokens: bytes, priority: int) -> Node:
-        """Add a node of new tokens."""
         node = Node(parent, tokens, parent.end, parent.key_at(parent.end))
-        if parent.is_root:
-            self._keep_root(parent)
         parent.children[tokens[:TOKEN_SIZE]] = node
+        if parent.is_root:
+            self._note_root(parent)
         self.n_blocks += node.n_blocks(self.shape.block_size)
         self.n_bytes += self._overhead(node)
         weight = self.shape.weight
@@ -496,7 +475,6 @@ class PrefixTree:
         return node
 
     def _overhead(self, node: Node) -> int:
-        """Return the bytes of a node without its components."""
         return self.shape.node_bytes + len(node.tokens) if self.shape.node_bytes else 0
 
     def _new_speculative(self, node: Node, kind: Kind, priority: int) -> Component:
@@ -535,7 +513,6 @@ class PrefixTree:
         self._count(one)
 
     def _add_state(self, node: Node, end: EndState, priority: int) -> None:
-        """Store a state and logits at the end of a node, unless it has them already."""
         before = next((at.end for at in node.path() if at is not node and at.state), 0)
         one = node.state
         if one is None:
@@ -590,7 +567,6 @@ class PrefixTree:
             raise ArgumentError(text, "victim", repr(one))
 
     def _n_leaving(self, one: Component, excess: int) -> int:
-        """Return how many chunks of a component must be evicted to meet the budget."""
         if one.kind is Kind.STATE or (self.policy.whole and not one.is_speculative):
             return len(one.chunks)
         cell, chunk = self.shape.cell_bytes(one.kind), self.shape.chunk_bytes
@@ -649,7 +625,7 @@ class PrefixTree:
         assert parent is not None
         del parent.children[key]
         if parent.is_root:
-            self._forget_root(parent)
+            self._note_root(parent)
         elif parent.attention.is_evictable:
             self.policy.evictable(parent.attention)
 
@@ -714,33 +690,23 @@ class PrefixTree:
 
     # Paths and namespaces -----------------------------------------------------------------------
 
-    def continuations(self, tokens: bytes, namespace: str = "") -> list[bytes]:
-        """Return all tokens of every path that extends some tokens."""
-        match = self.match(tokens, namespace)
-        if match.n * TOKEN_SIZE < len(tokens):
-            return []
-        ends = [match.node, *match.node.below()]
-        return [
-            b"".join(node.tokens for node in reversed(end.path()))
-            for end in ends
-            if end.end > match.n
-        ]
+    def forget(self, tokens: bytes, namespace: str = "") -> list[bytes]:
+        """Remove tokens and their continuations, unless held, and ancestors of no other use.
 
-    def forget(self, tokens: bytes, namespace: str = "") -> None:
-        """Remove tokens, every continuation of them, and ancestors that no other prompt uses.
-
-        Held tokens stay, and those before them.
+        Returns the tokens of every path that extended them.
         """
         match = self.match(tokens, namespace)
         node = match.node
-        if match.n * TOKEN_SIZE < len(tokens) and (node.children or not match.is_whole):
-            return  # the continuations belong to other prompts
+        if match.n * TOKEN_SIZE < len(tokens) and (node.children or match.n < node.end):
+            return []  # the continuations belong to other prompts
+        paths = [end.text_from(0) for end in (node, *node.below()) if end.end > match.n]
         for each in reversed(list(node.below())):
             self._drop_leaf(each)
         for each in node.path():
             # Nodes without a resume point were already removed with their children.
             if each.parent is not None and not self._drop_leaf(each):
-                return
+                break
+        return paths
 
     def _drop_leaf(self, node: Node) -> bool:
         """Drop a node without children or holds; return whether it was dropped."""
@@ -772,18 +738,16 @@ class PrefixTree:
             yield from root.below()
 
     def _new_root(self, namespace: str) -> Node:
-        """Return a root for a namespace; the tree keeps it once it has a child."""
-        return new_root(namespace, None if self._root_name is None else self._root_name(namespace))
+        name = None if self._root_name is None else self._root_name(namespace)
+        return Node.new_root(namespace, name)
 
-    def _keep_root(self, root: Node) -> None:
+    def _note_root(self, root: Node) -> None:
+        """Keep a root while it has children."""
         namespace = str(root.namespace)
-        if namespace not in self._roots:
+        if root.children and namespace not in self._roots:
             self._roots[namespace] = root
             self.n_bytes += self._root_bytes(namespace)
-
-    def _forget_root(self, root: Node) -> None:
-        namespace = str(root.namespace)
-        if not root.children and self._roots.pop(namespace, None) is not None:
+        elif not root.children and self._roots.pop(namespace, None) is not None:
             self.n_bytes -= self._root_bytes(namespace)
 
     def _root_bytes(self, namespace: str) -> int:

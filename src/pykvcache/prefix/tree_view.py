@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pykvcache._drawing.tree import draw_tree
 from pykvcache.model import LlamaModel
 from pykvcache.prefix.block_hash import TOKEN_SIZE, split_space
 from pykvcache.prefix.node import Node
 from pykvcache.prefix.tree import PrefixTree
 from pykvcache.sequence.text import text_of
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["CacheTree", "TreeNode", "plot_tree", "view_tree"]
+__all__ = ["CacheTree", "TreeNode", "view_tree"]
 
 _LINES = 200  # printed at most
 _TEXT_TOKENS, _LETTERS = 20, 40
@@ -30,8 +25,6 @@ class TreeNode:
 
     Attributes
     ----------
-    namespace
-        Its namespace.
     depth
         Number of its ancestors.
     start, n_tokens
@@ -81,30 +74,20 @@ class CacheTree:
     def __str__(self) -> str:
         if not self.nodes:
             return "(empty)"
-        lines, space = [], None
-        for at, node in enumerate(self.nodes[:_LINES]):
-            if node.namespace != space:
-                space = node.namespace
-                lines.append(repr(space) if space else "''")
-            lines.append(self._indent(at) + _words(node))
-        if len(self.nodes) > _LINES:
-            lines.append(f"... {len(self.nodes) - _LINES:,} more")
-        return "\n".join(lines)
-
-    def _indent(self, at: int) -> str:
-        """Return the lines that lead to a node: a bar for each ancestor with later siblings."""
-        node, marks = self.nodes[at], []
-        for depth in range(node.depth + 1):
-            goes_on = False
-            for later in self.nodes[at + 1 : at + 1 + _LINES]:
-                if later.namespace != node.namespace or later.depth < depth:
-                    break
-                if later.depth == depth:
-                    goes_on = True
-                    break
-            last = depth == node.depth
-            marks.append(("├─ " if last else "│  ") if goes_on else ("└─ " if last else "   "))
-        return "".join(marks)
+        lines = [f"... {len(self.nodes) - _LINES:,} more"] if len(self.nodes) > _LINES else []
+        later: set[int] = set()  # the depths at which another branch follows below
+        for at in range(len(self.nodes) - 1, -1, -1):
+            node = self.nodes[at]
+            bars = "".join("│  " if depth in later else "   " for depth in range(node.depth))
+            if at < _LINES:
+                branch = "├─ " if node.depth in later else "└─ "
+                lines.append(f"{bars}{branch}{_words(node)}")
+            later = {depth for depth in later if depth < node.depth} | {node.depth}
+            if at == 0 or self.nodes[at - 1].namespace != node.namespace:
+                later = set()
+                if at < _LINES:
+                    lines.append(repr(node.namespace))
+        return "\n".join(reversed(lines))
 
 
 def _words(node: TreeNode) -> str:
@@ -127,6 +110,7 @@ def view_tree(tree: PrefixTree, model: LlamaModel, space: str | None) -> CacheTr
     """Return a view of one space, or of all."""
     nodes: list[TreeNode] = []
     for root in tree.roots(space):
+        namespace, _ = split_space(str(root.namespace))
         held: set[Node] = set()
         for node in root.below():
             if any(one.held for one in node.components()):
@@ -135,31 +119,24 @@ def view_tree(tree: PrefixTree, model: LlamaModel, space: str | None) -> CacheTr
         while waiting:
             node, depth = waiting.pop()
             if node is not root:
-                namespace, _ = split_space(str(root.namespace))
-                nodes.append(_view(node, depth, namespace, tree, model, node in held))
+                one = TreeNode(
+                    namespace,
+                    depth,
+                    node.start,
+                    node.n_tokens,
+                    node.n_blocks(tree.shape.block_size),
+                    sum(one.n_bytes for one in node.components()),
+                    node.attention.uses,
+                    node in held,
+                    node.end_state.has_state,
+                    _beginning(node.tokens, model),
+                    0 if node.window is None else node.window.n_tokens,
+                )
+                nodes.append(one)
             children = list(node.children.values())
             children.sort(key=lambda child: child.attention.created, reverse=True)
             waiting += [(child, depth + 1) for child in children]
     return CacheTree(tuple(nodes), tree.shape.block_size)
-
-
-def _view(
-    node: Node, depth: int, namespace: str, tree: PrefixTree, model: LlamaModel, is_held: bool
-) -> TreeNode:
-    end = node.state.chunks[0] if node.state is not None else None
-    return TreeNode(
-        namespace,
-        depth,
-        node.start,
-        node.n_tokens,
-        node.n_blocks(tree.shape.block_size),
-        sum(one.n_bytes for one in node.components()),
-        node.attention.uses,
-        is_held,
-        end is not None and end.has_state,
-        _beginning(node.tokens, model),
-        0 if node.window is None else node.window.n_tokens,
-    )
 
 
 def _beginning(tokens: bytes, model: LlamaModel) -> str:
@@ -168,8 +145,3 @@ def _beginning(tokens: bytes, model: LlamaModel) -> str:
     if text is None:
         text = " ".join(map(str, ids))
     return text if len(text) <= _LETTERS else text[: _LETTERS - 3] + "..."
-
-
-def plot_tree(view: CacheTree, title: str) -> Figure:
-    """Draw a view: tokens from left to right, branches below each other; needs matplotlib."""
-    return draw_tree(view.nodes, title)

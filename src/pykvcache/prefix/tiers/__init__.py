@@ -6,7 +6,6 @@
 `cost_model.py`    estimates of how long evaluating and loading take
 `writer.py`        `Writer`: a write-behind queue and its thread, one per tier
 `loader.py`        `Load`: the search for one prompt, in a thread; `TailRecord`
-`stack.py`         `Tiers`: all tiers of a cache, fastest first
 =================  =================================================================
 
 Records are bytes here; `pykvcache.prefix.tier_link` connects the tiers to the cache.

@@ -98,36 +98,21 @@ class TailRecord:
 class Wanted:
     """What to load for a prompt.
 
-    Attributes
-    ----------
-    n_blocks
-        Maximum number of full blocks to load.
-    begin, window_begin, window_end
-        RAM has the attention cells of the first ``begin`` full blocks, and the window cells of
-        those in ``[window_begin, window_end)``.
-    known
-        Tokens that RAM or live sequences already provide; a shorter prefix is useless.
-    limit
-        Maximum number of tokens that the prompt can use.
-    tail_bytes
-        Upper bound on the bytes of a tail record without its cells.
-    is_good
-        Returns whether bytes are n cells of this kind, with finite values.
-    n_row
-        Number of logits in the tail record of the whole prompt; 0 if they are not kept.
+    RAM has the attention cells of the first ``begin`` full blocks, and the window cells of those
+    in ``[window_begin, window_end)``.
     """
 
     prompt: NamedPrompt
     shape: MemoryShape
-    n_blocks: int
+    n_blocks: int  # maximum number of full blocks to load
     begin: int
     window_begin: int
     window_end: int
-    known: int
-    limit: int
-    tail_bytes: int
-    is_good: Callable[[Kind, Bytes, int], bool]
-    n_row: int = 0
+    known: int  # tokens that RAM or live sequences already provide; a shorter prefix is useless
+    limit: int  # maximum number of tokens that the prompt can use
+    tail_bytes: int  # upper bound on the bytes of a tail record without its cells
+    is_good: Callable[[Kind, Bytes, int], bool]  # whether bytes are n cells with finite values
+    n_row: int = 0  # logits in the tail record of the whole prompt; 0 if they are not kept
 
     def places(self, n_blocks: int) -> Iterator[int]:
         """Yield the tail records that could be of use after n_blocks blocks, deepest first."""
@@ -278,7 +263,7 @@ class Load:
         shape, size = wanted.shape, wanted.shape.block_size
         places, below = list(wanted.places(depth)), min(wanted.limit + 1, depth * size)
         for _ in range(_MAX_TRIES):
-            n = self._deepest_end(places) or 0
+            n = self._deepest_end(places)
             if shape.needs_state:
                 # Prompts may have ended within blocks, too.
                 least = max(n, wanted.known, size - 1)
@@ -297,15 +282,15 @@ class Load:
             n = reached
         return 0, None
 
-    def _deepest_end(self, places: Sequence[int]) -> int | None:
-        """Return the first of some positions for which a tier has a tail record."""
+    def _deepest_end(self, places: Sequence[int]) -> int:
+        """Return the first of some positions for which a tier has a tail record, or 0."""
         keys = [self.wanted.prompt.tail_key(n) for n in places]
-        best: int | None = None
+        best = len(keys)
         for tier in self.tiers:
-            there = tier.present(keys if best is None else keys[:best])
+            there = tier.present(keys[:best])
             if True in there:
                 best = there.index(True)
-        return None if best is None else places[best]
+        return places[best] if best < len(keys) else 0
 
     def _end(self, n: int) -> tuple[TailRecord, Tier] | None:
         """Return the tail record after n tokens; None if it is missing or wrong."""

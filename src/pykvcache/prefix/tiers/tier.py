@@ -12,6 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from pykvcache._arguments import as_int
+from pykvcache._ranges import Range, union
 from pykvcache.errors import StoreError, shown
 from pykvcache.prefix.block_hash import NamedPrompt
 from pykvcache.prefix.events import BlockRemoved, CacheEvent, Stored
@@ -153,10 +154,7 @@ class Tier:
         return (there + [False] * len(keys))[: len(keys)]
 
     def get(self, keys: Sequence[bytes], size: int, *, exact: bool = False) -> list[memoryview]:
-        """Return the contents of the leading run of intact records.
-
-        ``size`` is the size of each content in bytes: an upper bound, or exact.
-        """
+        """Return the contents of the leading run of intact records of at most ``size`` bytes."""
         began, failures = time.perf_counter(), self._failures()
         nothing = list[memoryview]()
         found = self._call(lambda: self.sealed.get(keys, [size] * len(keys), exact=exact), nothing)
@@ -180,7 +178,7 @@ class Tier:
     def obstacle(self) -> str:
         """Return why no block of a folder can be used, as a text; empty if some may be.
 
-        Servers and buckets are not sampled, because listing them may take long.
+        Only folders are sampled: listing a server may take long.
         """
         if self._obstacle is None:
             self._obstacle, none = "", set[str]()
@@ -239,7 +237,6 @@ class Tier:
         self._look_around()
 
     def _look_around(self) -> None:
-        """Announce the removal of blocks that a full store has evicted."""
         while self.n_probes >= LOOK:
             failures = self._failures()
             keys = self.notices.oldest()
@@ -285,24 +282,17 @@ class Tier:
     def stats(self, pending: int, pending_bytes: int, dropped: int) -> TierStats:
         """Return the counters."""
         counters = self.sealed.counters
+        own = ("medium", "read", "read_bytes", "written", "written_bytes", "refused", "too_slow")
+        shared = ("timed_out", "skipped", "full", "denied")
         return TierStats(
-            medium=self.medium,
             store=repr(self.sealed.store),
-            read=self.read,
-            read_bytes=self.read_bytes,
-            written=self.written,
-            written_bytes=self.written_bytes,
             pending=pending,
             pending_bytes=pending_bytes,
             dropped=dropped,
             rejected=sum(self.sealed.rejections.values()),
-            refused=self.refused,
             failed=self.raised + counters.failed,
-            timed_out=counters.timed_out,
-            skipped=counters.skipped,
-            too_slow=self.too_slow,
-            full=counters.full,
-            denied=counters.denied,
+            **{name: getattr(self, name) for name in own},
+            **{name: getattr(counters, name) for name in shared},
         )
 
 
@@ -324,31 +314,22 @@ class Notices:
 
     def stored(self, prompt: NamedPrompt, blocks: Iterable[int]) -> None:
         """Announce blocks of a prompt, given by index, that were not announced yet."""
+        size = prompt.block_size
         with self._lock:
-            begin = end = 0
+            new = list[Range]()
             for at in blocks:
-                is_known = self._known.get(prompt.names[at]) is False
+                if self._known.pop(prompt.names[at], True):
+                    new.append((at, at + 1))
                 self._known[prompt.names[at]] = False
-                self._known.move_to_end(prompt.names[at])
-                if is_known:
-                    continue
-                if at != end:
-                    self._note(prompt, begin, end)
-                    begin = at
-                end = at + 1
-            self._note(prompt, begin, end)
+            for begin, end in union(new):
+                parent = prompt.names[begin - 1] if begin else None
+                text = prompt.text(begin * size, end * size)
+                root = parent or prompt.root
+                self._waiting.append(Stored(root, parent, text, size, prompt.space, self.medium))
             old = [self._known.popitem(last=False)[0] for _ in range(len(self._known) - MAX_BLOCKS)]
             if old:
                 self._waiting.append(BlockRemoved(tuple(old), self.medium))
         self._send()
-
-    def _note(self, prompt: NamedPrompt, begin: int, end: int) -> None:
-        if begin < end:
-            size = prompt.block_size
-            parent = prompt.names[begin - 1] if begin else None
-            text = prompt.text(begin * size, end * size)
-            root = parent or prompt.root
-            self._waiting.append(Stored(root, parent, text, size, prompt.space, self.medium))
 
     def removed(self, keys: Iterable[bytes]) -> None:
         """Announce the removal of blocks that are missing or wrong."""
@@ -378,7 +359,6 @@ class Notices:
             self._known.update((key, True) for key in self._known.keys() & wanted)
 
     def _send(self) -> None:
-        """Publish the queued events in order, by one thread at a time, until none is left."""
         while self._waiting and self._sending.acquire(blocking=False):
             try:
                 while self._waiting:

@@ -50,15 +50,7 @@ def as_int(
 
 
 def as_ints(name: str, values: Iterable[SupportsIndex]) -> NDArray[np.int64]:
-    """Return `values` as a new one-dimensional int64 array.
-
-    Raises
-    ------
-    CacheDTypeError
-        `values` cannot be iterated, or holds something that is not an integer.
-    CacheValueError
-        `values` is an array of another dimension, or a number does not fit int64.
-    """
+    """Return `values` as a new one-dimensional int64 array."""
     if isinstance(values, np.ndarray):
         if values.ndim != 1:
             message = f"{name} has shape {values.shape}; one dimension is needed"

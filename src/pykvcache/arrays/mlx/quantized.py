@@ -205,20 +205,7 @@ def quantize(x: NDArray[Any], group_size: int, bits: int) -> Triple:
     ``x ~ code * scale + bias`` with ``bias = min`` and ``scale = (max - min) / (2**bits - 1)``
     of the group, both in the dtype of `x`, the scale rounded up. The error is at most half a
     scale plus the rounding of `dequantize`. (mlx shifts the grid so that 0 stays 0, and its error
-    can be larger.)
-
-    Parameters
-    ----------
-    x : ndarray of float16, float32 or float64
-        The last axis must be a multiple of `group_size` and, in bits, of 32.
-    group_size, bits : int
-        Elements that share a scale, and bits per code.
-
-    Returns
-    -------
-    words : ndarray of uint32, last axis ``x.shape[-1] * bits // 32``
-        The codes as a little-endian stream of bits.
-    scales, biases : ndarray, last axis ``x.shape[-1] // group_size``
+    can be larger.) Words hold the codes as a little-endian stream of bits.
     """
     dtype = x.dtype.newbyteorder("=")
     if dtype.name not in _FLOATS:

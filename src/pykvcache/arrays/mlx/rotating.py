@@ -93,14 +93,8 @@ class _RingCache(PairCache):
     def _ordered(self, keep: int = 0, drop: int = 0, more: Arrays | None = None) -> TokenPair:
         """Return the columns in order of age, in buffers without spare room.
 
-        Parameters
-        ----------
-        keep : int
-            Number of first columns that the ring does not overwrite.
-        drop : int
-            Omit this many of the oldest columns after the kept ones.
-        more : (keys, values), optional
-            Columns to append.
+        The ring does not overwrite the first `keep` columns. Omits the `drop` oldest ones after
+        them, and appends `more`, keys and values.
         """
         pair, index, rows = self._pair, self._index, self._pair.length
         keep = min(keep, rows)

@@ -44,14 +44,7 @@ def grown_capacity(capacity: int, needed: int, limit: int | None = None) -> int:
 
     A multiple of ``STEP``, and beyond one step 1.5 times `capacity`. Growing by a fixed step, as
     in mlx-lm, would copy n**2 / 512 tokens to store n one by one; this way each is copied about
-    twice.
-
-    Parameters
-    ----------
-    capacity, needed : int
-        Tokens that fit now, and tokens that must fit.
-    limit : int, optional
-        Maximum capacity, unless `needed` exceeds it.
+    twice. `limit` is the maximum, unless `needed` exceeds it.
     """
     steps = -(-max(needed, capacity + capacity // 2 if capacity else 0) // STEP)
     return steps * STEP if limit is None else max(needed, min(steps * STEP, limit))
@@ -125,10 +118,7 @@ class TokenPair:
         self._k_dtype, self._v_dtype = keys.dtype, values.dtype
 
     def first(self, count: int, limit: int | None = None) -> TokenPair:
-        """Return a copy of the first `count` tokens with some spare room.
-
-        `limit` bounds its capacity.
-        """
+        """Return a copy of the first `count` tokens, with spare room up to `limit` tokens."""
         capacity, last = grown_capacity(0, count, limit), self.start + count
         pair = TokenPair(
             grow(self.keys, self.start, last, capacity),
@@ -273,11 +263,7 @@ class TokenPair:
 
 
 def right_justified(parts: Sequence[tuple[int, TokenPair]]) -> TokenPair:
-    """Stack caches so that their newest tokens share the last column.
-
-    `parts` are ``(rows, pair)``; shorter and empty ones are padded with zeros in front. Layouts
-    and dtypes must agree.
-    """
+    """Stack ``(rows, pair)`` so that their newest tokens share the last column; pad with zeros."""
     filled = [pair.view() for _, pair in parts if pair.count]
     if not filled:
         return TokenPair()
@@ -303,10 +289,7 @@ def right_justified(parts: Sequence[tuple[int, TokenPair]]) -> TokenPair:
 
 
 def state_pair(state: Sequence[Any], limit: int | None = None) -> TokenPair:
-    """Copy a ``(keys, values)`` state, or ``()``, into a new `TokenPair`.
-
-    `limit` bounds its capacity.
-    """
+    """Copy a ``(keys, values)`` state, or ``()``, into a `TokenPair` of at most `limit` tokens."""
     empty = TokenPair()
     if len(state) == 0:
         return empty

@@ -74,17 +74,8 @@ def as_copy(
 class Batch:
     """Positions and sequences of a batch, and which of its tokens belong together.
 
-    Attributes
-    ----------
-    positions : ndarray of int32, shape (n_tokens,)
-    ids : list of int
-        The sequences of the batch, each once.
-    which : ndarray of intp, shape (n_tokens,)
-        Index into `ids` of every token.
-    lowest : ndarray of int64, shape (len(ids),)
-        Lowest position of each sequence in this batch.
-    multimodal : ndarray of int64
-        Batch indices of the multimodal items.
+    `ids` are its sequences, ascending, `lowest` the lowest position of each, and `which` the index
+    into `ids` of every token.
     """
 
     def __init__(

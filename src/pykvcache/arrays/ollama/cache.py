@@ -36,12 +36,8 @@ class CacheConfig:
 
     Raises
     ------
-    TypeError
-        A padding is not an integer, or `permuted_v` not a bool.
-    CacheValueError
-        A padding is negative, or above 2**31 - 1.
-    CacheDTypeError
-        `mask_dtype` is not one of the three.
+    CacheValueError, CacheDTypeError
+        A padding is negative or above 2**31 - 1, or `mask_dtype` is not one of the three.
     """
 
     cache_padding: int = 1
@@ -92,15 +88,13 @@ class Cache(Protocol):
 
         Raises
         ------
-        CacheDTypeError
-            `dtype` is not one of the three.
-        CacheValueError
-            A number is out of range.
+        CacheDTypeError, CacheValueError
+            `dtype` is not one of the three, or a number is out of range.
         """
         ...
 
     def set_config(self, config: CacheConfig) -> None:
-        """Set the layout, once and before ``init``; ``CacheConfig()`` is the plain one."""
+        """Set the layout, once and before ``init``, else raise `CacheOrderError`."""
         ...
 
     def close(self) -> None:
@@ -150,15 +144,7 @@ class Cache(Protocol):
         ...
 
     def set_causal(self, except_: Iterable[SupportsIndex] = ()) -> None:
-        """Let the batch rows in `except_` see later positions, until the next ``start_forward``.
-
-        Raises
-        ------
-        CacheValueError
-            A row is outside the batch.
-        CacheOrderError
-            No batch was started.
-        """
+        """Let the batch rows in `except_` see later positions, until the next ``start_forward``."""
         ...
 
     def copy_prefix(self, src_seq: SupportsIndex, dst_seq: SupportsIndex, n: SupportsIndex) -> None:
@@ -227,13 +213,7 @@ class OllamaCache(ABC):
     # Life cycle -------------------------------------------------------------------------
 
     def set_config(self, config: CacheConfig) -> None:
-        """Choose the layout; see `Cache.set_config`.
-
-        Raises
-        ------
-        CacheOrderError
-            ``set_config`` or ``init`` has already set one.
-        """
+        """Choose the layout; see `Cache.set_config`."""
         self._check_set_config(config)
         self._config = config
 

@@ -56,11 +56,6 @@ class CausalCache(OllamaCache):
         Without it, ``remove`` from the middle raises `NotSupported`. It must not use the cache
         (`ReentryError`).
 
-    Raises
-    ------
-    TypeError
-        `shift_fn` is not callable.
-
     Notes
     -----
     ``init`` reserves ``max_sequences * capacity`` cells, or with a sliding window ``max_sequences *
@@ -192,11 +187,9 @@ class CausalCache(OllamaCache):
         ------
         CacheOrderError
             No batch was started.
-        CacheValueError
+        CacheValueError, CacheDTypeError
             A shape is wrong, has another number of tokens than the batch, or differs from the
-            layer's first ``put``.
-        CacheDTypeError
-            `key` or `value` is not an array of real numbers.
+            layer's first ``put``; or not real numbers.
         """
         layer = self._active
         # Fast path for a `put` like the last one. Keys are written first, so a value that is a
@@ -310,7 +303,7 @@ class SWAMemCache(CausalCache):
     Raises
     ------
     CacheValueError
-        A size is negative. ``init`` also raises it for a memory smaller than the window.
+        A size is negative; by ``init``: the memory is smaller than the window.
     """
 
     def __init__(
@@ -353,11 +346,6 @@ class ChunkedAttentionCache(CausalCache):
         0 for no chunks.
     shift_fn : callable, optional
         See `CausalCache`.
-
-    Raises
-    ------
-    CacheValueError
-        `chunk_size` is negative.
     """
 
     def __init__(self, chunk_size: SupportsIndex, shift_fn: ShiftFn | None = None) -> None:

@@ -22,15 +22,7 @@ _NONE = np.int64(2**62)
 
 
 class Cut(NamedTuple):
-    """Positions ``[begin, end)`` of a sequence, as boolean arrays ``(n_cells,)``.
-
-    Attributes
-    ----------
-    row : int
-        The sequence.
-    gone, later, kept : ndarray of bool
-        Its cells within, after and outside the range.
-    """
+    """Cells of a sequence within, after and outside positions ``[begin, end)``."""
 
     row: int
     begin: int
@@ -41,21 +33,11 @@ class Cut(NamedTuple):
 
 
 class Room(NamedTuple):
-    """A plan for a batch, before anything changes.
+    """Room for a batch: its first cell, and the cells that the sliding window drops for it."""
 
-    Attributes
-    ----------
-    start : int or None
-        First cell of the batch; None if the cells must be defragmented first.
-    losing : ndarray of intp, shape (n,)
-        Rows of the sequences that lose cells to the sliding window.
-    expired : ndarray of bool, shape (n, n_cells)
-        The cells that they lose.
-    """
-
-    start: int | None
-    losing: NDArray[np.intp]
-    expired: NDArray[np.bool_]
+    start: int | None  # None if the cells must be defragmented first
+    losing: NDArray[np.intp]  # rows of the sequences that lose cells
+    expired: NDArray[np.bool_]  # the cells of each, shape (losing.size, n_cells)
 
 
 class CellTable:
@@ -111,13 +93,7 @@ class CellTable:
         return np.array([self._row_of.get(seq, _UNKNOWN) for seq in ids], np.intp)
 
     def find_room(self, batch: Batch, memory: int) -> Room:
-        """Plan the cells of a batch, and the cells that a window of `memory` tokens drops for it.
-
-        Raises
-        ------
-        KvCacheFull
-            Too few cells are free, even after moving the sliding window.
-        """
+        """Find room for a batch and a window of `memory` tokens, or raise `KvCacheFull`."""
         n, refs = len(batch), self.refs
         losing, expired = np.empty(0, np.intp), np.empty((0, self.size), np.bool_)
         if memory != UNLIMITED:
@@ -146,10 +122,7 @@ class CellTable:
             self._recount(rows)
 
     def needed(self, batch: Batch, window: int, memory: int) -> tuple[int, int]:
-        """Return the first and last cell to which the batch may attend.
-
-        Returns ``size`` and -1 if there is none.
-        """
+        """Return the first and last cell to which the batch may attend, or ``size`` and -1."""
         rows = self.rows(batch.ids)
         if memory == UNLIMITED:
             return int(self.lo[rows].min()), int(self.hi[rows].max())
@@ -192,15 +165,7 @@ class CellTable:
         return Cut(row, begin, end, gone, later, member & ~gone)
 
     def check_shift(self, cut: Cut, window: int, can_shift: bool) -> None:
-        """Refuse a cut after which later tokens would be wrong.
-
-        Raises
-        ------
-        SharedCellsError
-            Another sequence shares a token after the cut.
-        NotSupported
-            The next token's window would contain dropped tokens, or keys cannot be shifted.
-        """
+        """Raise `SharedCellsError` or `NotSupported` if later tokens would be wrong after a cut."""
         if not cut.later.any():
             return
         if (self.refs[cut.later] > 1).any():
@@ -234,12 +199,8 @@ class CellTable:
         """Fill the holes at the front with cells from the end.
 
         Holes are filled in ascending order, each with the last used cell. A contiguous run that
-        moves to contiguous cells keeps its order.
-
-        Returns
-        -------
-        dst, src : ndarray of intp
-            The moves to apply to the data: ``data[dst] = data[src]``.
+        moves to contiguous cells keeps its order. Returns the moves to apply to the data,
+        ``data[dst] = data[src]``.
         """
         in_use = self.in_use
         dst = np.flatnonzero(self.refs[:in_use] == 0)
@@ -324,19 +285,10 @@ def batch_mask(
     chunk: int,
     config: CacheConfig,
 ) -> NDArray[Any]:
-    """Build the read-only mask of a batch over the cells `history`.
+    """Build the read-only mask of a batch over the cells `history`, a row per token and padding.
 
-    Parameters
-    ----------
-    ahead : list of int
-        Batch rows that also see later positions.
-    window, chunk : int
-        Number of earlier positions that a row sees, and the chunk size; 0 for no chunks.
-
-    Returns
-    -------
-    ndarray, shape (rows, history)
-        One row per token, rounded up to the padding of `config`.
+    Rows in `ahead` also see later positions. `window` is the number of earlier positions that a
+    row sees, `chunk` the chunk size or 0.
     """
     newest, oldest = batch.positions, batch.positions - np.int32(window)
     if chunk:
@@ -371,11 +323,7 @@ def _mask_of_one(
     newest: NDArray[np.int32],
     oldest: NDArray[np.int32],
 ) -> NDArray[Any]:
-    """Build the mask of a batch of one sequence, which has the cells `member`.
-
-    Columns that every row sees need no comparison per row, so a causal mask needs comparisons
-    only within the batch, not with the history.
-    """
+    """Build the mask of a batch of one sequence; compare only columns that not every row sees."""
     # Fresh zero pages are free, so columns that every row sees cost nothing.
     mask = np.zeros(shape, dtype)
     mask[newest.size :] = -np.inf

@@ -76,11 +76,9 @@ class EncoderCache(OllamaCache):
         ------
         CacheOrderError
             No batch was started.
-        CacheValueError
+        CacheValueError, CacheDTypeError
             A shape differs from that of the layer's first ``put``, or `value` has fewer than 3
-            dimensions and ``permuted_v`` is set.
-        CacheDTypeError
-            `key` or `value` is not an array of real numbers.
+            dimensions and ``permuted_v`` is set; or not real numbers.
         """
         self._started()
         new = as_storable("key", key), as_storable("value", value)

@@ -31,13 +31,6 @@ class Input:
         Hash of the image; inputs are equal if token and hash are.
     same_batch : int
         Number of following inputs that must be in the same batch, and are discarded together.
-
-    Raises
-    ------
-    TypeError
-        One of them is not an integer.
-    CacheValueError
-        `same_batch` is negative.
     """
 
     token: int
@@ -192,8 +185,6 @@ class InputCache:
         ------
         CacheValueError
             `prompt` is empty.
-        TypeError
-            `prompt` contains objects other than `Input`.
         NoSlot
             No slot is free.
         """
@@ -252,11 +243,6 @@ class InputCache:
 
         This frees half of the room after the kept inputs, at least one input. Inputs that must be
         in the same batch are discarded together.
-
-        Raises
-        ------
-        CacheValueError
-            `keep` is negative.
         """
         kept = as_int("keep", keep, minimum=0)
         if not all(isinstance(item, Input) for item in inputs):

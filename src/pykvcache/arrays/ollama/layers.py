@@ -20,18 +20,10 @@ ShiftFn: TypeAlias = Callable[[int, NDArray[Any], NDArray[np.int32]], NDArray[An
 
 
 class Layer:
-    """K and V of one layer.
+    """K and V of one layer, ``(n_cells, n_kv_heads, head_dim)``, and read-only views of them.
 
-    Attributes
-    ----------
-    keys, values : ndarray, shape (n_cells, n_kv_heads, head_dim)
-    keys_out, values_out : ndarray
-        Read-only views of them; `values_out` is ``(n_kv_heads, head_dim, n_cells)`` if V is
-        permuted.
-    key_shape, value_shape : tuple of int, or None
-        Shapes that ``put`` stores without further checks in the current pass.
-    dtype : dtype
-        Dtype of the arrays, and of arrays that ``put`` stores without further checks.
+    If V is permuted, its view is ``(n_kv_heads, head_dim, n_cells)``. In the current pass, ``put``
+    stores arrays of `key_shape`, `value_shape` and `dtype` without further checks.
     """
 
     __slots__ = (
@@ -73,14 +65,7 @@ class Layer:
 
 
 class LayerStore:
-    """The layers of a cache, each allocated by its first ``put``.
-
-    Attributes
-    ----------
-    layers : dict of int to Layer
-    dtype : dtype
-        Dtype of K and V.
-    """
+    """The layers of a cache, each allocated by its first ``put``."""
 
     def __init__(self, n_cells: int, dtype: np.dtype[Any], permuted: bool) -> None:
         self.layers: dict[int, Layer] = {}

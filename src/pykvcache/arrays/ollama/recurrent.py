@@ -30,12 +30,7 @@ class CheckpointRing:
     Parameters
     ----------
     count : int
-        Number of checkpoints; 0 for none.
-
-    Raises
-    ------
-    CacheValueError
-        `count` is negative, or above 65,536.
+        Number of checkpoints, at most 65,536.
     """
 
     def __init__(self, count: SupportsIndex) -> None:
@@ -177,11 +172,6 @@ class RecurrentCache(CausalCache):
         Lowest position of a checkpoint.
     checkpoint_interval : int
         Minimum distance between two checkpoints.
-
-    Raises
-    ------
-    CacheValueError
-        A number is negative, or `checkpoint_count` too large.
     """
 
     def __init__(
@@ -208,13 +198,7 @@ class RecurrentCache(CausalCache):
 
     @property
     def batch_sequences(self) -> list[int]:
-        """Sequences of the batch, ascending: the rows of ``get_state`` and ``put_state``.
-
-        Raises
-        ------
-        CacheOrderError
-            No batch was started.
-        """
+        """Sequences of the batch, ascending: the rows of ``get_state`` and ``put_state``."""
         return list(self._started().ids)
 
     def _begin(self, batch: Batch, reserve: bool) -> None:
@@ -282,10 +266,8 @@ class RecurrentCache(CausalCache):
         ------
         CacheOrderError
             No batch was started.
-        CacheValueError
-            The number of rows is not the number of sequences of the batch.
-        CacheDTypeError
-            `value` is not an array of real numbers.
+        CacheValueError, CacheDTypeError
+            `value` has another number of rows than the batch has sequences, or not real numbers.
         """
         rows = as_storable("value", value)
         key, ids = (self._layer, name), self.batch_sequences

@@ -30,14 +30,7 @@ class WrapperCache(OllamaCache):
     Parameters
     ----------
     *caches : Cache
-        At least one; all different objects.
-
-    Raises
-    ------
-    TypeError
-        A cache lacks methods of `Cache`.
-    CacheValueError
-        No cache is given, or one is given twice, even within another `WrapperCache`.
+        At least one, each only once, even within another `WrapperCache`.
     """
 
     def __init__(self, *caches: Cache) -> None:

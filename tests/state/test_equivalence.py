@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -38,6 +38,8 @@ def test_a_saved_sequence_continues(
 ) -> None:
     ctx, other = build(make_context, case), build(make_context, case)
     ctx.decode(WORDS[:n], seq_id=1)
+    raw = ctx.get_state(1)
+    assert len(raw) == ctx.state_size(1)
     size = ctx.save_sequence(tmp_path / "a", 1, tokens=WORDS[:n], metadata={"n": n})
     assert (tmp_path / "a").stat().st_size == size
     other.decode(WORDS[200:220], seq_id=1)
@@ -57,6 +59,9 @@ def test_a_saved_sequence_continues(
     assert apart(next_logits(ctx, 1), want) < case.tolerance
     more = [*WORDS[:n], 9, 11]
     assert apart(next_logits(other, 2, 11), fresh_logits(case.name, more)) < case.tolerance
+    other.clear_kv_cache_seq(2)
+    other.set_state(bytes(raw), 2)  # over nothing, next to another sequence
+    assert apart(next_logits(other, 2), want) < case.tolerance
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -86,6 +91,10 @@ def test_a_saved_context_continues_and_cells_stay_shared(
         want = fresh_logits(case.name, [*tokens, 9])
         assert apart(next_logits(alone, 1), want) < case.tolerance
         assert apart(next_logits(other, seq), want) < case.tolerance
+        alone.set_state(ctx.get_state())
+        assert alone.sequences() == ctx.sequences()
+        assert alone.n_cells_used == ctx.n_cells_used
+        assert apart(next_logits(alone, seq), want) < case.tolerance
         alone.close()
 
 
@@ -167,19 +176,27 @@ def test_the_first_position_of_a_recurrent_sequence_is_kept(
     assert apart(next_logits(ctx, 1), next_logits(other, 1)) < case.tolerance
 
 
+@pytest.mark.hazard("S28")
 @pytest.mark.parametrize("case", CASES)
 def test_restoring_an_empty_sequence_empties_the_target(
     case: Case, make_context: ContextFactory, tmp_path: Path
 ) -> None:
     ctx = build(make_context, case)
     ctx.save_sequence(tmp_path / "none", 0)
-    ctx.save_context(tmp_path / "nothing")
-    ctx.decode(WORDS[:10], seq_id=2)
-    ctx.decode(WORDS[:10], seq_id=1)
-    state = ctx.load_sequence(tmp_path / "none", 2)
-    assert (len(state), state.positions.tolist(), list(ctx.sequences())) == (0, [], [1])
-    ctx.load_context(tmp_path / "nothing")
-    assert ctx.sequences() == {}
+    nothing = tmp_path / "nothing"
+    ctx.save_context(nothing)
+    raw, whole = ctx.get_state(0), ctx.get_state()
+    for restore, clear in (
+        (lambda: ctx.load_sequence(tmp_path / "none", 2), lambda: ctx.load_context(nothing)),
+        (lambda: ctx.set_state(raw, 2), lambda: ctx.set_state(whole)),
+    ):
+        ctx.decode(WORDS[:10], seq_id=2)
+        ctx.decode(WORDS[:10], seq_id=1)
+        state: Any = restore()
+        assert state is None or (len(state), state.positions.tolist()) == (0, [])
+        assert list(ctx.sequences()) == [1]
+        clear()
+        assert ctx.sequences() == {}
 
 
 def test_an_idle_sequence_whose_window_cells_were_all_reused(

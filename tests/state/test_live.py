@@ -31,16 +31,20 @@ def test_a_restored_sequence_has_no_logits_and_others_keep_theirs(
     ctx.save_sequence(tmp_path / "a", 0)
     ctx.save_context(tmp_path / "all")
     row = ctx.logits()  # saving leaves them alone
+    raw, whole = ctx.get_state(0), ctx.get_state()
     ctx.load_sequence(tmp_path / "a", 1)
+    ctx.set_state(raw, 1)
     np.testing.assert_array_equal(ctx.logits(), row)
     for load in (
         lambda: ctx.load_sequence(tmp_path / "a", 0),
         lambda: ctx.load_context(tmp_path / "all"),
+        lambda: ctx.set_state(raw, 0),
+        lambda: ctx.set_state(whole),
     ):
         ctx.decode(WORDS[10:11], seq_id=0)
         ctx.logits()
         load()
-        with pytest.raises(IndexError):
+        with pytest.raises(IndexError, match="are gone"):
             ctx.logits()
 
 

@@ -14,6 +14,7 @@ from binding.kit import with_keys
 from pykvcache import LlamaContext, LlamaModel, SequenceState, describe_state
 from pykvcache.errors import (
     NoKvCacheSlot,
+    SeqIdTooLarge,
     SequenceIdError,
     StateFileError,
     StateFileNotFound,
@@ -163,6 +164,9 @@ def test_another_architecture(make_context: ContextFactory, tmp_path: Path) -> N
             if other != name:
                 with refused(ctx, StateModelMismatch):
                     ctx.load_sequence(tmp_path / name, 1)
+                for seq_id in (0, None):  # a raw state shows the shapes alone
+                    with refused(ctx):
+                        ctx.set_state(contexts[name].get_state(seq_id), seq_id)
 
 
 @pytest.mark.hazard("S4", "S5", "S6")
@@ -186,9 +190,17 @@ def test_streams_and_sequences_that_this_context_lacks(
         few.load_context(tmp_path / "shared")
     with refused(few, StateLayoutMismatch):
         few.set_state(ctx.get_state())
-    for bad in (-1, 2, 300):
-        with refused(few, SequenceIdError):
-            few.load_sequence(tmp_path / "a", bad)
+    calls: tuple[Callable[[int], object], ...] = (
+        lambda bad: few.load_sequence(tmp_path / "a", bad),
+        lambda bad: few.set_state(ctx.get_state(3), bad),
+        few.get_state,
+    )
+    for call in calls:
+        for bad in (-1, 2, 300):
+            with refused(few, SequenceIdError):
+                call(bad)
+        with refused(few, SeqIdTooLarge):
+            call(2**40)
     for worse in (None, "0", 1.0, True, b"\1"):
         with refused(few, TypeError):
             few.load_sequence(tmp_path / "a", worse)  # type: ignore[arg-type]
@@ -217,10 +229,16 @@ def test_no_room(unified: bool, make_context: ContextFactory, tmp_path: Path) ->
     one.decode(WORDS[:9])
     with refused(one, NoKvCacheSlot):
         one.load_context(tmp_path / "all")
+    for seq_id in (0, None):
+        with refused(one, NoKvCacheSlot, match="300 cells"):
+            one.set_state(big.get_state(seq_id), seq_id)
     small.restore_sequence(SequenceState.load(tmp_path / "a")[:150], 0)
     if unified:
         with refused(small, NoKvCacheSlot, match="100 of 256 are taken"):
             small.restore_sequence(SequenceState.load(tmp_path / "a")[:157], 0)
+        with refused(small, NoKvCacheSlot, match="150 of 256 are taken"):
+            small.set_state(small.get_state(0), 1)
+    small.set_state(small.get_state(0), 0)  # the replaced cells make room
     next_logits(small, 0)
 
 
@@ -264,6 +282,9 @@ def test_models_without_states(name: str, make_context: ContextFactory, tmp_path
         ctx.context_state,
         lambda: ctx.save_sequence(tmp_path / "a", 0),
         lambda: ctx.save_context(tmp_path / "a"),
+        ctx.state_size,
+        ctx.get_state,
+        lambda: ctx.set_state(b""),
     ):
         with pytest.raises(UnsupportedOperation):
             call()

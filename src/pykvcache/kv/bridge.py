@@ -41,30 +41,29 @@ def to_caches(arrays: SequenceKV[Any], window_size: SupportsIndex | None = None)
     """
     if not isinstance(arrays, SequenceKV):
         raise TypeError(f"arrays must be a SequenceKV, not {type(arrays).__name__}")
-    length = max(len(arrays), arrays.recurrent.position + 1 if arrays.recurrent else 0)
+    states, n = arrays.recurrent, len(arrays)
+    length = max(n, states.position + 1 if states else 0)
     found: list[tuple[int, KVCache | RotatingKVCache | ArraysCache]] = []
     _consecutive(arrays.positions, 0, "positions")
-    if arrays.recurrent and arrays.recurrent.first:
-        message = f"a state that begins at {arrays.recurrent.first} must begin at 0"
-        raise CacheValueError(message, "recurrent", arrays.recurrent.first, 0)
     for layer in arrays.layers:
         cache = KVCache()
-        if len(arrays):
-            n = len(arrays)
+        if n:
             cache.update(_to_heads(layer.keys, n), _to_heads(layer.values, n))
         found.append((layer.layer, cache))
     if arrays.window is not None:
         if window_size is None:
-            raise CacheValueError(
-                "window_size is needed: this sequence has a window part", "window_size"
-            )
+            message = "window_size is needed: this sequence has a window part"
+            raise CacheValueError(message, "window_size")
         found += _windows(arrays.window, length, as_int(window_size, "window_size", 1))
-    for state in arrays.recurrent.layers if arrays.recurrent else ():
-        slots = ArraysCache(2)
-        if arrays.recurrent and arrays.recurrent.position >= 0:
-            slots[0] = np.array(state.r)[None]
-            slots[1] = np.array(state.s)[None]
-        found.append((state.layer, slots))
+    if states is not None:
+        if states.first:
+            message = f"a state that begins at {states.first} must begin at 0"
+            raise CacheValueError(message, "recurrent", states.first, 0)
+        for state in states.layers:
+            slots = ArraysCache(2)
+            if states.position >= 0:
+                slots[0], slots[1] = np.array(state.r)[None], np.array(state.s)[None]
+            found.append((state.layer, slots))
     return [cache for _, cache in sorted(found, key=lambda item: item[0])]
 
 

@@ -170,11 +170,9 @@ class KvMethods:
         ------
         StateError
             Shapes, types, positions or parts do not fit this context, or values would overflow in
-            attention; nothing is changed.
-        PositionError
-            A position is past `LlamaContext.max_position`; nothing is changed.
-        NoKvCacheSlot
-            The cache has no room for that many cells; nothing is changed.
+            attention.
+        PositionError, NoKvCacheSlot
+            A position is past `LlamaContext.max_position`, or there is no room for the cells.
         UnsupportedOperation
             As for `kv`; or the cells depend on an encoder's input.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -109,10 +109,7 @@ class PartLayout:
             "n_layer": self.n_layer,
             "extended": self.extended,
             "v_trans": self.v_trans,
-            "rows": [
-                [r.what, r.layer, r.type, r.n_embd, r.row_bytes, r.n_head, r.head_dim, r.rotation]
-                for r in self.rows
-            ],
+            "rows": [astuple(row) for row in self.rows],
         }
 
     @classmethod
@@ -148,12 +145,12 @@ def layouts_from_native(native: lib.Context, *operation: str) -> tuple[PartLayou
     """Return the layouts of a context's parts; errors name `operation`."""
     layouts = []
     for part in native.state_layout(*operation):
-        of_k, of_v = native.hadamard(part["part"])
+        rotations = dict(zip("kv", native.hadamard(part["part"]), strict=True))
         rows = []
         for what, layer, kind, n_embd, row_bytes, n_head, head_dim in part["rows"]:
             name = "v" if what == "v_trans" else what
-            rotation = of_k if name == "k" else of_v if name == "v" else 0
-            rows.append(Rows(name, layer, kind, n_embd, row_bytes, n_head, head_dim, rotation))
+            edge = rotations.get(name, 0)
+            rows.append(Rows(name, layer, kind, n_embd, row_bytes, n_head, head_dim, edge))
         layouts.append(
             PartLayout(
                 part["part"],

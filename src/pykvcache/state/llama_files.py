@@ -12,7 +12,6 @@ import numpy.typing as npt
 from pykvcache._arguments import ByteArray, TokenInput, as_bool, as_bytes, as_path, as_token_array
 from pykvcache._native import lib
 from pykvcache.errors import (
-    ArgumentError,
     StateDamaged,
     StateFormatError,
     StateLayoutMismatch,
@@ -24,7 +23,7 @@ from pykvcache.state.atomic import write_atomically
 from pykvcache.state.container import naming, open_file
 from pykvcache.state.layout import IntArray
 from pykvcache.state.methods import StateMethods
-from pykvcache.state.saved import Path
+from pykvcache.state.saved import Path, check_tokens
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -320,9 +319,7 @@ class LlamaFileMethods(StateMethods):
             held = len(part)
             if part.layout.part == "recurrent" and held:
                 held = int(part.positions[0]) - firsts[0][1] + 1
-            if len(file.tokens) != held:
-                message = f"{len(file.tokens)} tokens given, but the sequence holds {held}"
-                raise ArgumentError(message, "tokens", len(file.tokens), held)
+            check_tokens(file.tokens, held)
         return file.save(name, sync=sync)
 
     def load_llama_file(

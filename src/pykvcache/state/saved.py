@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy.typing as npt
 
-from pykvcache._arguments import as_bool, as_bytes, as_path
+from pykvcache._arguments import IntArray, TokenInput, as_bool, as_bytes, as_path, as_token_array
 from pykvcache.errors import ArgumentError, StateDamaged, StateFormatError
 from pykvcache.state.atomic import write_atomically
 from pykvcache.state.container import (
@@ -223,6 +223,18 @@ class Saved(ABC):
             message = f"the state's header has no valid n_tokens: {said!r}, not {state.n_tokens}"
             raise StateDamaged(message, "n_tokens", said, state.n_tokens)
         return state
+
+
+def check_tokens(tokens: TokenInput, held: int, seq: int | None = None) -> IntArray:
+    """Return a read-only copy of tokens, one for each position that a sequence holds."""
+    given: IntArray = as_token_array(tokens).copy()
+    if len(given) != held:
+        holder = "the sequence" if seq is None else f"sequence {seq}"
+        message = f"{len(given)} tokens given, but {holder} holds {held}"
+        what = "tokens" if seq is None else f"tokens of {holder}"
+        raise ArgumentError(message, what, len(given), held)
+    given.flags.writeable = False
+    return given
 
 
 def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pykvcache._arguments import TokenInput, as_int, as_token_array
+from pykvcache._arguments import TokenInput, as_int
 from pykvcache.errors import (
     ArgumentError,
     StateDamaged,
@@ -21,7 +21,7 @@ from pykvcache.state.container import Container, Tensor
 from pykvcache.state.facts import Fingerprint
 from pykvcache.state.files import layouts_of, read_ints, read_part, write_ints, write_part
 from pykvcache.state.layout import IntArray, Part, PartLayout
-from pykvcache.state.saved import Saved, read_fingerprint, read_metadata
+from pykvcache.state.saved import Saved, check_tokens, read_fingerprint, read_metadata
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -56,15 +56,7 @@ class SequenceState(Saved):
         super().__init__(fingerprint, metadata)
         self._parts = tuple(part.in_order().freeze() for part in parts)
         self._range = self._find_range(first)
-        self._tokens = None if tokens is None else as_token_array(tokens)
-        if self._tokens is not None:
-            if len(self._tokens) != self.n_tokens:
-                message = (
-                    f"{len(self._tokens)} tokens given, but the sequence holds {self.n_tokens}"
-                )
-                raise ArgumentError(message, "tokens", len(self._tokens), self.n_tokens)
-            self._tokens = self._tokens.copy()
-            self._tokens.flags.writeable = False
+        self._tokens = None if tokens is None else check_tokens(tokens, self.n_tokens)
 
     def _find_range(self, first: int) -> range | None:
         """Return the positions if the memory has no cell per token; None otherwise."""

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._arguments import TokenInput, as_int, as_token_array
-from pykvcache.errors import ArgumentError, SequenceIdError, StateDamaged, shown
+from pykvcache._arguments import TokenInput, as_int
+from pykvcache.errors import SequenceIdError, StateDamaged, shown
 from pykvcache.state.container import Container, Tensor
 from pykvcache.state.facts import Fingerprint
 from pykvcache.state.files import json_of, layouts_of, read_ints, read_part, write_ints, write_part
 from pykvcache.state.layout import IntArray, Part, PartLayout
-from pykvcache.state.saved import Saved, read_fingerprint, read_metadata
+from pykvcache.state.saved import Saved, check_tokens, read_fingerprint, read_metadata
 from pykvcache.state.sequence import SequenceState
 
 if TYPE_CHECKING:
@@ -49,17 +49,8 @@ class ContextState(Saved):
             raise TypeError(
                 f"tokens must map sequence ids to tokens, not be {type(tokens).__name__}"
             )
-        self._tokens = {
-            as_int(s, "a key of tokens", 0, 2**31 - 1): as_token_array(t).copy()
-            for s, t in (tokens or {}).items()
-        }
-        self._tokens = dict(sorted(self._tokens.items()))
-        for seq, given in self._tokens.items():
-            n = self._count(seq)
-            if len(given) != n:
-                message = f"{len(given)} tokens given for sequence {seq}, but it holds {n}"
-                raise ArgumentError(message, f"tokens of sequence {seq}", len(given), n)
-            given.flags.writeable = False
+        given = {as_int(s, "a key of tokens", 0, 2**31 - 1): t for s, t in (tokens or {}).items()}
+        self._tokens = {s: check_tokens(t, self._count(s), s) for s, t in sorted(given.items())}
 
     @property
     def parts(self) -> tuple[tuple[Part, ...], ...]:

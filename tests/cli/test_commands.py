@@ -18,6 +18,7 @@ pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=Import
 pytest.importorskip("click", reason="pip install '.[cli]'")
 
 from pykvcache import LlamaContext, LlamaModel, LlamaSequence, Sampler, embedded_model_path
+from pykvcache._devices import takes_layers
 from pykvcache.cli import main
 from pykvcache.cli.info import context_bytes
 from pykvcache.context import open_context
@@ -301,3 +302,12 @@ def test_info_of_many_sequences(n: str, capsys: Capture) -> None:
 def test_a_small_cache_is_rounded_up_as_the_help_says(capsys: Capture) -> None:
     assert out_of(capsys, "generate", "One", "-n", "2", "-t", "0", "--n-ctx", "3")
     assert out_of(capsys, "generate", "One", "-n", "1", "--samples", "64", "--n-ctx", "32")
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(takes_layers(), reason="a GPU takes the layers")
+def test_a_warning_is_one_line(capsys: Capture) -> None:
+    assert main(["generate", "-ngl", "1", "-n", "1", "One"]) == 0
+    error = capsys.readouterr().err
+    assert error.startswith("pykvcache: n_gpu_layers=1 has no effect")
+    assert error.count("\n") == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 import click
@@ -59,6 +60,11 @@ for command in (
     app.add_command(command)
 
 
+def _warn(message: object, *_: object, **__: object) -> None:
+    """Show a warning without the line of code that it is about."""
+    click.echo(f"pykvcache: {message}", err=True)
+
+
 def run(argv: Sequence[str]) -> int:
     """Run a command; return the exit code."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
@@ -68,7 +74,9 @@ def run(argv: Sequence[str]) -> int:
                 stream.reconfigure(errors="replace")
     color = False if os.environ.get("NO_COLOR") else None
     try:
-        code = app.main(list(argv), prog_name="pykvcache", standalone_mode=False, color=color)
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            code = app.main(list(argv), prog_name="pykvcache", standalone_mode=False, color=color)
         return code if isinstance(code, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)

@@ -154,8 +154,8 @@ class _TooLarge(KvCacheConversionError, OverflowError):
     def __init__(self, value: int) -> None:
         # Fixed by tests/seed, "a i32" included.
         super().__init__(f"Provided {self._what} is too large for a i32")
-        #: The given value.
-        self.value = value
+        #: The given value, and the largest one that fits.
+        self.value, self.limit = value, 2**31 - 1
 
 
 class SeqIdTooLarge(_TooLarge):
@@ -200,13 +200,16 @@ class UnsupportedOperation(KvCacheConversionError, UnsupportedError):
 # Wrong arguments --------------------------------------------------------------------
 
 
-class SequenceIdError(KvCacheError, IndexError):
+class SequenceIdError(DetailedError, IndexError):
     """A sequence id is outside ``[0, n_seq_max)``, or not in a saved context."""
 
     def __init__(self, seq_id: int, n_seq_max: int, message: str | None = None) -> None:
         super().__init__(
             message
-            or f"sequence id {shown(seq_id)} is outside [0, {n_seq_max}): n_seq_max is {n_seq_max}"
+            or f"sequence id {shown(seq_id)} is outside [0, {n_seq_max}): n_seq_max is {n_seq_max}",
+            "seq_id",
+            seq_id,
+            n_seq_max,
         )
         self.seq_id = seq_id
         self.n_seq_max = n_seq_max

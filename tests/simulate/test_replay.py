@@ -122,7 +122,7 @@ def test_bad_choices_raise() -> None:
     trace = random_trace(3)
     with pytest.raises(ValueError, match="no policy 'best'"):
         compare(trace, ["best"])
-    with pytest.raises(ValueError, match="not above 0: 0"):
+    with pytest.raises(ValueError, match="must be above 0, not 0"):
         compare(trace, shares=[0.5, 0])
     with pytest.raises(ValueError, match="no policy 'best'"):
         compare(trace, "best")

@@ -94,8 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             reports.append(compare(trace, policies, shares, jobs=jobs))
             print(reports[-1].table())
             print(f"\n{time.perf_counter() - begun:.1f} s", flush=True)
-        if DEFAULT in policies and set(SIMPLE) & set(policies):
-            print(f"\n{DEFAULT}, points above the best of {', '.join(SIMPLE)}:\n")
+        played = [name for name in SIMPLE if name in policies]
+        if DEFAULT in policies and played:
+            print(f"\n{DEFAULT}, points above the best of {', '.join(played)}:\n")
             print(margin_table(reports))
         if options.plot:
             draw(reports, options.plot)

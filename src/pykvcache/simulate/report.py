@@ -103,7 +103,7 @@ def _one(trace: Trace, policy: str, n_blocks: int) -> Result:
 def _share(value: object) -> float:
     share = as_float(value, "shares", 0, sys.float_info.max)
     if not share:
-        raise ArgumentError(f"a size is not above 0: {shown(value)}", "shares", value, 0)
+        raise ArgumentError(f"a size must be above 0, not {shown(value)}", "shares", value, 0)
     return share
 
 
@@ -142,7 +142,10 @@ def compare(
     given_names = [policies] if isinstance(policies, str | bytes) else policies
     names = list(POLICIES) if given_names is None else as_list(given_names, "policies", "names")
     for name in names:
-        if not isinstance(name, str) or name not in POLICIES:
+        if not isinstance(name, str):
+            kind = type(name).__name__
+            raise TypeError(f"policies must be names, not {kind}: replay() takes objects, too")
+        if name not in POLICIES:
             raise ArgumentError(
                 f"there is no policy {shown(name)}: choose one of {', '.join(POLICIES)}",
                 "policies",

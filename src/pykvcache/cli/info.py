@@ -63,8 +63,8 @@ def info(
 ) -> None:
     """Show which kind of memory a GGUF uses, the operations that it allows, and its size.
 
-    The size is how many bytes the memory takes in a context with these options, and the defaults
-    for all others.
+    The size is what the memory takes in a context with these options and default values for the
+    rest.
     """
     facts = describe(
         model or file,
@@ -114,7 +114,7 @@ def describe(path: str, n_ctx: int | None, **options: Any) -> dict[str, Any]:
             }
         )
         wanted = n_ctx or max(1, min(model.n_ctx_train, 2**31 - 1))
-        facts["cache_tokens"] = wanted
+        facts["cache_tokens"] = -(-wanted // 256) * 256  # as llama.cpp rounds it
         facts["cache_types"] = f"{options['type_k']}, {options['type_v']}"
         cost = context_bytes(model, wanted, **options)
         facts["cache_bytes"] = cost.cache

@@ -343,11 +343,15 @@ def test_a_response_format_is_kept_to(llm: LLM) -> None:
 
 
 def test_options_that_only_llama_cpp_python_has_are_named(llm: LLM) -> None:
-    with pytest.raises(TypeError, match="LLM has no option 'verbose'"):
+    with pytest.raises(TypeError, match="neither LLM nor LlamaContext has a parameter 'verbose'"):
         LLM(embedded_model_path(), verbose=False)
-    with pytest.raises(TypeError, match="create_completion has no option 'suffix'"):
+    with pytest.raises(
+        TypeError, match="neither create_completion nor Sampler has a parameter 'suffix'"
+    ):
         llm("One", suffix="x")
-    with pytest.raises(TypeError, match="create_chat_completion has no option 'functions'"):
+    with pytest.raises(
+        TypeError, match="neither create_chat_completion nor Sampler has a parameter 'functions'"
+    ):
         llm.create_chat_completion(MESSAGES, functions=[])
 
 

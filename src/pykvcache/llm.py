@@ -716,8 +716,7 @@ def _check_options(given: Iterable[str], kind: type, caller: str) -> None:
     """Raise TypeError for options that `kind`, to which they are passed, does not have."""
     for name in given:
         if name not in _PARAMETERS[kind]:
-            more = f"it also takes the parameters of {kind.__name__}"
-            raise TypeError(f"{caller} has no option {name!r}; {more}")
+            raise TypeError(f"neither {caller} nor {kind.__name__} has a parameter {name!r}")
 
 
 def as_tiers(cache: Any, folder_bytes: int | None = None) -> list[Any]:

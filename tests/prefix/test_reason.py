@@ -39,7 +39,7 @@ def test_the_reason_compares_with_the_closest_sequence(context: LlamaContext) ->
         newer = cache.sequence([*BASE[:20], 49])
         assert newer.reuse.live == 20
         piece = context.model.token_to_piece(45, special=True).decode()
-        assert newer.reuse.reason.endswith(f"the closest cached prompt has {piece!r}")
+        assert newer.reuse.reason.endswith(f"here, {piece!r} in the closest cached prompt")
         del evaluated
 
 
@@ -60,7 +60,7 @@ def test_the_reason_describes_the_prompt_at_lookup_time(context: LlamaContext) -
         evaluate(cache, BASE)
         late = cache.sequence([*BASE[:21], 50])
         context.model.close()
-        assert late.reuse.reason == f"token 21 is 50: the closest cached prompt has {BASE[21]}"
+        assert late.reuse.reason == f"token 21: 50 here, {BASE[21]} in the closest cached prompt"
 
 
 def evaluate(cache: PrefixCache, tokens: list[int], **options: Any) -> str:
@@ -77,7 +77,7 @@ def test_the_reason_reveals_nothing_of_another_namespace(context: LlamaContext) 
         held.evaluate()
         for prompt in (BASE, [*BASE[:21], 50], BASE[5:]):
             said = [evaluate(cache, prompt, namespace=f"{n}{len(prompt)}") for n in "ab"]
-            assert said == ["no cached prompt begins like it"] * 2
+            assert said == ["no cached prompt starts the same way"] * 2
 
 
 def test_the_reason_names_other_adapters(model_folder: Path, tmp_path: Path) -> None:

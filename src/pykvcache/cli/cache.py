@@ -146,7 +146,9 @@ def clear_all(where: str, yes: bool) -> None:
     with _open(where) as store:
         if not yes:
             if not is_terminal(sys.stdin):
-                raise click.UsageError("there is no terminal to ask on: --yes removes all blocks")
+                raise click.UsageError(
+                    "cannot ask without a terminal: pass --yes to remove all blocks"
+                )
             click.confirm(f"Remove all blocks of {where}?", abort=True)
         removed = store.trim(0)
     click.echo(f"{len(removed):,} blocks removed")

@@ -66,12 +66,17 @@ _HELP = """\
 @model_option
 @option(
     "-s --session",
-    "File of the chat: it is continued if it exists, and saved after every turn.",
+    "File that holds the chat: an existing chat continues, and every turn is saved.",
     type=click.Path(dir_okay=False),
 )
 @option("--system", "The system message of a new chat.")
 @template_option
-@option("-n --max-tokens", "Tokens per answer.", type=number(1, 2**20), default=256)
+@option(
+    "-n --max-tokens",
+    "Tokens per answer, at most half of --n-ctx.",
+    type=number(1, 2**20),
+    default=256,
+)
 @stop_option("Text that ends an answer; may be given several times.")
 @sampling_options
 @context_options
@@ -323,7 +328,7 @@ class Chat:
             parts.append(f"{figures.generated} generated, {rate:.0f} tokens/s")
         if figures.dropped:
             parts.append(f"the cache is full: {_turns(figures.dropped)} dropped, the oldest")
-        ends = {"length": "cut at --max-tokens", "full": "the cache is full"}
+        ends = {"length": "cut at --max-tokens or half of --n-ctx", "full": "the cache is full"}
         if (why := ends.get(figures.finish or "", figures.finish)) not in ("stop", None):
             parts.append(str(why))
         note(f"[{'; '.join(parts)}]")
@@ -348,7 +353,7 @@ class Chat:
         try:
             word, *rest = shlex.split(line[1:]) or [""]
             if word not in known:
-                raise ValueError(f"there is no command /{word}: /help lists them")
+                raise ValueError(f"there is no command /{word}: /help lists all commands")
             known[word](rest)
         except (KvCacheError, OSError, ValueError, click.ClickException) as error:
             note(f"({one_line(error)})")
@@ -404,7 +409,7 @@ class Chat:
             old.sequence.close()
         self._files.add(path, identity, one.snapshot())
         pending = len(one.sequence) - one.sequence.n_evaluated
-        note(f"({path}: {self._size(one)}, {pending} of them to evaluate)")
+        note(f"({path}: {self._size(one)}, {pending} not yet evaluated)")
 
     def _stats(self, words: list[str]) -> None:
         ctx = self._ctx

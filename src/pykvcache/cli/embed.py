@@ -34,7 +34,7 @@ def embed(
     Without TEXTS, standard input is embedded.
     """
     if texts and (file is not None or lines):
-        raise click.UsageError("give texts, or --file or --lines, not both")
+        raise click.UsageError("give either TEXTS, or --file or --lines")
     given = list(texts)
     if not given:
         whole = read_file(file) if file is not None else read_text(None, None)

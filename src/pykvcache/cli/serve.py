@@ -73,7 +73,7 @@ http://127.0.0.1:8080/ shows the cache in a browser.
 )
 @option(
     "--cache-limit folder_mib",
-    "Largest size of each folder of --cache. Default: 10 GiB.",
+    "Maximum size of each --cache folder. Default: 10 GiB.",
     type=number(8, 2**40),
     metavar="MIB",
 )
@@ -289,7 +289,8 @@ def read_keys(path: str | None, given: tuple[str, ...]) -> dict[str, str] | None
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise click.ClickException(f"{path}: {error}") from None
+            why = getattr(error, "strerror", None) or error
+            raise click.ClickException(f"--api-keys {path}: {why}") from None
         for i, line in enumerate(lines, 1):
             parts = line.split()
             if not parts or parts[0].startswith("#"):

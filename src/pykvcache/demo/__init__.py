@@ -67,7 +67,7 @@ def _summary(stage: Stage, seconds: float) -> bool:
     screen, tolerance = stage.screen, stage.tolerance
     screen.heading("Summary")
     screen.table(
-        ("operation", "tokens", "anew", "time", "as a fresh run?"),
+        ("operation", "tokens", "fresh run", "time", "same result?"),
         [(row.operation, *_figures(row), _verdict(row, stage)) for row in stage.rows],
     )
     for note in stage.notes:
@@ -77,8 +77,8 @@ def _summary(stage: Stage, seconds: float) -> bool:
         f"model ({stage.noise:.2g}, measured with the same tokens at other positions)"
     )
     screen.line(
-        "tokens: evaluated by the operation; anew: evaluated by a fresh run. yes: no logit is "
-        f"further from the fresh run's than {tolerance:.2g}"
+        "tokens: evaluated by the operation; fresh run: evaluated by a fresh run. yes: no logit "
+        f"is further from the fresh run's than {tolerance:.2g}"
         f"{rounding if tolerance == stage.noise * stage.factor else ''}."
         f"{COARSE if stage.is_coarse else ''} All in {seconds:.1f} s."
     )

@@ -193,8 +193,8 @@ def _compare_shifted(
     (alone,) = row.differences
     row.differences, row.mark = [difference], " *"
     stage.notes.append(
-        "* compared with a fresh context that drops the same tokens and moves the prompt up "
-        "instead of the rest down: the distances are the same. A fresh run over the kept "
+        "* compared with a fresh context that drops the same tokens but moves the prompt towards "
+        "the rest, so that the distances are the same. A fresh run over the kept "
         f"tokens alone is {alone:.2g} away, as it should be: the kept tokens were computed "
         "when the dropped ones were in view."
     )
@@ -281,7 +281,7 @@ ACTS: tuple[tuple[str, Callable[[Stage, LlamaSequence], None]], ...] = (
     ("A story", tell),
     ("Fork: one story, four continuations", fork),
     ("Rewind: take a question back, ask another", rewind),
-    (f"Move: all positions change by {MOVE}, the logits stay", move),
+    (f"Move: all positions change by {MOVE}, the logits stay the same", move),
     ("Shift: a full cache continues", shift),
     ("Batch: eight texts, one decode per step", batch),
     ("A prefix cache: only what is new is evaluated", reuse),

@@ -199,11 +199,11 @@ class Stage:
                     new = list(one.generate(self.n_fork, sampler))
                 n_equal += self.text(new) == text
         if n_equal == len(texts):
-            return meter, f"all {n_equal} texts are the same word for word"
+            return meter, f"all {n_equal} texts match those of fresh runs, word for word"
         return meter, (
-            f"{n_equal} of {len(texts)} texts are the same word for word. Batches of other sizes "
-            f"round differently, by about {self.noise:.1g} per logit: where two words are about "
-            "equally likely, that decides"
+            f"{n_equal} of {len(texts)} texts match those of fresh runs, word for word. Batches of "
+            f"other sizes round differently, by about {self.noise:.1g} per logit: where two words "
+            "are about equally likely, that decides"
         )
 
     # Checks ---------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ class BatchGenerator(Closing):
             Token counts of the prompt at which messages end, as in `PrefixCache.sequence`.
         keep
             Number of tokens, counted from the start of the prompt, that the cache stores when the
-            request ends, for example without a model's thinking. None for all.
+            request ends, for example without a model's reasoning. None for all.
 
         Returns
         -------
@@ -428,7 +428,7 @@ class BatchGenerator(Closing):
 
     def _check_open(self) -> None:
         if self._native.is_closed:
-            raise ClosedError("the context of this generator is closed")
+            raise ClosedError("the context of this LLM or BatchGenerator is closed")
         if self._closed:
             raise ClosedError("the generator is closed")
 

@@ -53,7 +53,7 @@ def as_boundaries(boundaries: Iterable[SupportsIndex], n: int) -> tuple[int, ...
 def as_seconds(value: float, name: str, most: float = math.inf) -> float:
     """Return a time in [0, most]; raise TypeError or ValueError otherwise, and for NaN."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} is a number, not {type(value).__name__}")
+        raise TypeError(f"{name} must be a number, not {type(value).__name__}")
     if not 0 <= value <= most:
         raise ArgumentError(
             f"{name} is {shown(value)}: it must be in [0, {most}]", name, value, most
@@ -67,7 +67,7 @@ def as_tiers(tiers: Sequence[TierInput], *, can_check: bool) -> list[TierInput]:
     Raises `UnsupportedOperation` for any tier if records cannot be checked (``can_check``).
     """
     if isinstance(tiers, str | os.PathLike | BlockStore | np.ndarray):
-        raise TypeError(f"tiers is a list of stores, not a {type(tiers).__name__}")
+        raise TypeError(f"tiers must be a list of stores, not a {type(tiers).__name__}")
     stores = as_list(tiers, "tiers", "stores")
     if stores and not can_check:
         raise UnsupportedOperation(

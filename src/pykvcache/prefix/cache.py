@@ -76,7 +76,7 @@ class PrefixCache(Closing):
     ValueError
         The context has a cache already, or a value is out of range.
     UnsupportedOperation
-        The cells of this memory cannot be copied out, or not into tiers.
+        The cells of this kind of memory cannot be copied, or cannot be written to tiers.
 
     Examples
     --------
@@ -229,7 +229,7 @@ class PrefixCache(Closing):
             return self._core.blocks.pin(ids.tobytes(), self._core.current_space(namespace), until)
 
     def forget(self, tokens: str | TokenInput, *, namespace: str | None = None) -> None:
-        """Remove every continuation of tokens, and those of them that no other prompt shares.
+        """Remove all that is cached after tokens, and the tokens that no other prompt shares.
 
         They are removed from RAM and from tiers. Components used by live sequences or pins stay.
         Blocks that are not in RAM are removed from tiers even if other prompts use them, because
@@ -249,9 +249,9 @@ class PrefixCache(Closing):
     def clear(self, namespace: str | None = None) -> None:
         """Empty the RAM cache, or remove one namespace from it; live sequences keep their cells.
 
-        Live sequences share nothing with later ones. Records queued for tiers and unread
-        ``BlockStored`` events of removed tokens are dropped; written records stay (``pykvcache
-        cache clear`` removes them).
+        Later sequences do not reuse what live sequences have evaluated so far. Records queued for
+        tiers and unread ``BlockStored`` events of removed tokens are dropped; written records stay
+        (``pykvcache cache clear`` removes them).
         """
         with self._core.pool:
             self._core.check_open()

@@ -1,4 +1,4 @@
-"""Events of a cache, named as vLLM's: blocks stored and removed, for routers and replays."""
+"""Events of a cache, named after vLLM's: blocks stored and removed, for routers and replays."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _GAUGES = {
     "ram_checkpoints": "Recurrent states in RAM",
 }
 _COUNTERS = {
-    "requests": "Requested sequences",
+    "requests": "Requests",
     "hits": "Sequences that reused at least one token",
     "stored": "Blocks stored in RAM",
     "removed": "Blocks removed from RAM",

@@ -113,9 +113,9 @@ class Difference:
         text = text_of(self.model, self.tokens[:-1])
         mine, theirs = piece_of(self.model, own), piece_of(self.model, self.other)
         if text is None or mine is None or theirs is None:
-            return f"token {at} is {own}: the closest cached prompt has {self.other}"
-        place = f"token {at}, after {text[-40:]!r}," if text else f"token {at}"
-        return f"{place} is {mine!r}: the closest cached prompt has {theirs!r}"
+            return f"token {at}: {own} here, {self.other} in the closest cached prompt"
+        place = f"token {at}" + (f", after {text[-40:]!r}" if text else "")
+        return f"{place}: {mine!r} here, {theirs!r} in the closest cached prompt"
 
 
 @dataclass
@@ -145,4 +145,4 @@ class Reason:
             return "; ".join(reasons)
         if self.agrees >= self.n:
             return "the whole prompt was cached"
-        return "the rest is new" if self.agrees else "no cached prompt begins like it"
+        return "the rest is new" if self.agrees else "no cached prompt starts the same way"

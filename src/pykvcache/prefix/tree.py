@@ -562,7 +562,9 @@ class PrefixTree:
             raise TypeError(f"the policy's victim() must return a Component or None, not {kind}")
         root = one.node.root
         if not one.is_evictable or self._roots.get(str(root.namespace)) is not root:
-            why = "of another cache" if one.is_evictable else "not evictable (see is_evictable)"
+            why = "not evictable (see is_evictable)"
+            if one.is_evictable:
+                why = "not in this cache: create a new policy object for each cache and replay"
             text = f"the policy's victim() returned {one}, which is {why}"
             raise ArgumentError(text, "victim", repr(one))
 

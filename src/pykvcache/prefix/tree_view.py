@@ -86,7 +86,7 @@ class CacheTree:
             if at == 0 or self.nodes[at - 1].namespace != node.namespace:
                 later = set()
                 if at < _LINES:
-                    lines.append(repr(node.namespace))
+                    lines.append(f"namespace {node.namespace!r}")
         return "\n".join(reversed(lines))
 
 

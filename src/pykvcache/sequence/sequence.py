@@ -49,11 +49,11 @@ class LlamaSequence(Closing):
     """Tokens of one context that are evaluated when their logits are needed.
 
     You never handle positions, ids or cells. Edits change the tokens at once and the KV cache
-    later: `evaluate`, `logits`, `generate` and `stream` do the least work that gives the logits of
-    a fresh run over `tokens` (after a shift see `discard`). A context serves any number of
-    sequences: when ids or cells run out, the least recently used sequences are parked (their state
-    is kept outside the KV cache) and restored at their next use. Every kind of memory works: if it
-    cannot be rewound, a checkpoint is restored and the tokens after it are evaluated again.
+    later: `evaluate`, `logits`, `generate` and `stream` do the minimum work needed to get the
+    logits of a fresh run over `tokens` (after a shift see `discard`). A context serves any number
+    of sequences: when ids or cells run out, the least recently used sequences are parked (their
+    state is kept outside the KV cache) and restored at their next use. Every kind of memory works:
+    if it cannot be rewound, a checkpoint is restored and the tokens after it are evaluated again.
 
     An aLoRA among the context's adapters applies from the last occurrence of its invocation tokens
     on. Every edit looks for them in all tokens; generated tokens alone activate nothing.
@@ -470,8 +470,8 @@ class LlamaSequence(Closing):
         Parameters
         ----------
         path
-            A path; `LlamaContext.load_sequence` reads the file, too (with an aLoRA only what it
-            applied to).
+            A path; `LlamaContext.load_sequence` reads the file, too (with an aLoRA, only if the
+            sequence had activated it).
         metadata
             JSON-serializable values with str keys; `describe_state` shows them under "metadata".
         sync

@@ -192,7 +192,7 @@ def parse(data: ByteArray, *, verify: bool = True) -> Container:
     start, entries = _header(data)
     text = entries.pop("__metadata__", None)
     if not isinstance(text, dict) or text.get("format") != FORMAT:
-        raise StateFormatError("not a state of pykvcache: the header does not name its format")
+        raise StateFormatError("not a pykvcache state: the header does not name its format")
     if not all(type(value) is str for value in text.values()):
         raise StateDamaged("the header holds metadata that is not text", what="header")
     if text.get("version") != str(VERSION):
@@ -223,11 +223,9 @@ def _header(data: ByteArray) -> tuple[int, dict[str, Any]]:
     if data[:4].tobytes() in _LLAMA_CPP:
         raise StateFormatError("this is one of llama.cpp's state files: use load_llama_file")
     if size > _MAX_HEADER:
-        raise StateFormatError(
-            "not a state of pykvcache: it does not start like a safetensors file"
-        )
+        raise StateFormatError("not a pykvcache state: it has no safetensors header")
     if len(data) < 8:
-        message = f"not a state of pykvcache, or cut off: it ends after {len(data)} bytes"
+        message = f"not a pykvcache state, or cut off: it ends after {len(data)} bytes"
         raise StateTruncated(message, "bytes", len(data), 8)
     if len(data) < 8 + size:
         message = f"the state ends after {len(data)} bytes, within its header"
@@ -235,9 +233,9 @@ def _header(data: ByteArray) -> tuple[int, dict[str, Any]]:
     try:
         entries = json.loads(data[8 : 8 + size].tobytes())
     except (ValueError, RecursionError):
-        raise StateFormatError("not a state of pykvcache: the header is not JSON") from None
+        raise StateFormatError("not a pykvcache state: the header is not JSON") from None
     if not isinstance(entries, dict):
-        raise StateFormatError("not a state of pykvcache: the header is not a JSON object")
+        raise StateFormatError("not a pykvcache state: the header is not a JSON object")
     return 8 + size, entries
 
 

@@ -74,7 +74,7 @@ def _compare(layout: PartLayout, target: PartLayout, *, convert: bool) -> None:
 
 
 def _name(rows: Rows) -> str:
-    return rows.type_name + (", rotated" if rows.rotation else "")
+    return ("rotated " if rows.rotation else "") + rows.type_name
 
 
 def _transpose(tensor: ByteArray, rows: Rows) -> ByteArray:

@@ -21,7 +21,7 @@ class Policy:
     declines : bool
         Whether a component that was just added may be evicted first. Otherwise it is evicted last.
     n_bytes : int
-        Bytes that the policy keeps about evicted components; they count towards the budget.
+        Bytes of the policy's own records of evicted components; they count towards the budget.
     max_notes : int or None
         Upper bound on `n_bytes`, set by the cache; None if these bytes are not counted.
     """
@@ -54,7 +54,7 @@ class Policy:
 
     def victim(self) -> Component | None:
         """Return the evictable component to evict first; None if there is none."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must override victim()")
 
 
 # One counter for all heaps, so that moving a component to another heap invalidates its old entry.
@@ -104,8 +104,11 @@ class ByPriority(Policy):
         self.leaves = Leaves()
 
     def priority(self, one: Component) -> Any:
-        """Return a value that orders components: the smallest is evicted first."""
-        raise NotImplementedError
+        """Return a value that orders components: the smallest is evicted first.
+
+        It is called when a component becomes evictable and when it is used.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must override priority()")
 
     def used(self, one: Component) -> None:
         """Note the new priority."""

@@ -338,7 +338,7 @@ def check_max_bytes(value: int, least: int = 0) -> int:
 def check_seconds(value: float, name: str = "seconds") -> float:
     """Return a time in seconds; raise unless it is above 0 and at most an hour."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} is a number, not {type(value).__name__}")
+        raise TypeError(f"{name} must be a number, not {type(value).__name__}")
     if not 0 < value <= _MAX_SECONDS:
         text = f"{name} is {shown(value)}: it must be above 0 and at most {_MAX_SECONDS:g}"
         raise StoreError(text, name, value, _MAX_SECONDS)

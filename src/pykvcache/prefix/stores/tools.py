@@ -62,7 +62,7 @@ def _kind_of(scheme: str) -> type[Any]:
     if scheme in known:
         return known[scheme]
     names = ", ".join(sorted(known))
-    text = f"{shown(scheme)[1:-1]}:// is no address of a store: known schemes are {names}"
+    text = f"{shown(scheme)[1:-1]}:// is not a store address: known schemes are {names}"
     raise StoreError(text, value=scheme, limit=names)
 
 

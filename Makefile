@@ -197,7 +197,7 @@ $(VENV)/.modules: FORCE | $(VENV)/.venv
 	@find src -name '*.py' | sort | cmp -s - $@ || find src -name '*.py' | sort > $@
 
 $(VENV)/.built: $(VENV)/.build-tools $(VENV)/.modules $(NATIVE)
-	$(if $(filter $(NATIVE),$?),@echo "Compiling llama.cpp: the first time 4 minutes on two cores. Nothing is shown meanwhile.")
+	$(if $(filter $(NATIVE),$?),@echo "Compiling llama.cpp: about 4 minutes on two cores the first time. There is no output until it is done.")
 	$(PIP) install --quiet --no-build-isolation --editable ".[$(EXTRAS)]"
 	@touch $@
 

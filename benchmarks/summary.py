@@ -68,7 +68,7 @@ _BELOW = (
 ON_GEMMA = (
     Figure(
         "16 chats of 3 turns: tokens evaluated, out of {total} in all prompts "
-        "({ideal} appear for the first time)",
+        "({ideal} of them are new, the minimum)",
         "real",
         _CHATS,
         1,
@@ -94,7 +94,7 @@ ON_GEMMA = (
         1,
     ),
     Figure(
-        "server, 16 shorter chats of 6 turns: tokens evaluated ({ideal} appear for the first time)",
+        "server, 16 shorter chats of 6 turns: tokens evaluated ({ideal} are new, the minimum)",
         "serve",
         f"{_GEMMA}16 chats of 6 turns, with memory for it",
         1,

@@ -100,15 +100,15 @@ def alone(groups: dict[str, Rows]) -> Verdict:
         if ends is not None and "without" in ends.samples:
             # Decodes vary by ten percent; the added time does not.
             value = plain / (plain + ends.median("with a cache") - ends.median("without"))
-            words[-1] += f"{value:.3f} if only opening and closing count, "
+            words[-1] += f"{value:.3f}, counting only opening and closing; whole requests "
         values.append(value)
         words[-1] += f"{middle} over {len(ratios)} pairs (quartiles {low} to {high})"
         own = rows.get(f"nothing shared, {model}, {cache} cache, processor")
         if own is not None and (of_own := own.ratios("without", "with a cache")):
-            words[-1] += f", {statistics.median(of_own):.3f} if processor time is compared"
+            words[-1] += f"; in processor time {statistics.median(of_own):.3f}"
         if copies := row.samples.get("copying the blocks"):
             floor = plain / (plain + statistics.median(copies))
-            words[-1] += f", {floor:.3f} if only copying blocks counts"
+            words[-1] += f"; copying blocks alone {floor:.3f}"
     if not words:
         return Verdict("reuse_alone", text, "-", None)
     figure = "; ".join(said for _, said in sorted(zip(values, words, strict=True)))

@@ -78,7 +78,7 @@ def memory_cost(groups: dict[str, Rows]) -> Verdict:
     """At most 60 ns over C plus an empty method."""
     from benchmarks.groups.calls import CALLS
 
-    text = "memory operation: at most 60 ns over C plus an empty method call"
+    text = "memory operation: at most 60 ns more than C and an empty method call together"
     rows = groups.get("calls", {})
     found = {
         what: [ns * 1e9 for ns in over_c(rows[what], rows.get(CALLS[what]))]

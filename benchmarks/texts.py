@@ -120,9 +120,9 @@ def equal(result: dict[str, Any]) -> str:
     return (
         f"Every context is opened with {same} (flash attention 1 is on, type 1 is f16; `n_batch` is at most the "
         "context), one pool of cells, and the same cells, sequences and threads (`benchmarks/settings.py`). A "
-        f"contestant that reports other settings is not measured. These settings were reported and are the same: {said}. "
-        "Where a binding does not report a setting of the context (all of xllamacpp's; flash attention and types of the "
-        "others), the parameters passed to it are compared."
+        f"contestant that reports other settings is not measured. These settings were compared and are equal: {said}. "
+        "They are the values that the binding reports or, where it reports none (xllamacpp for all, others for flash "
+        "attention and types), the parameters passed to it."
     )
 
 
@@ -260,7 +260,7 @@ REASONS: dict[str, str] = {
     "check of values.",
     "tier_slow": "A request waits for its tiers for a tenth of the expected evaluation, at most. A store that turns out slower "
     "costs this wait. Here the expectation came from prompts of 4,096 tokens, which take more time per token than these.",
-    "tier_writing": "On two processors the writing thread takes time from the decode: 7 ms for 4 MiB, spread at 0.5 % of one CPU.",
+    "tier_writing": "On two processors the writing thread takes time from the decode: 7 ms for 6 MiB, spread at 0.5 % of one CPU.",
     "reuse_bytes": "For each prompt the cache also keeps about 5 KB: events that were not read, the policy's notes and nodes of "
     "the tree. In *tree* a prompt adds only 40 tokens (80 KiB), so this is more than 5 %.",
     "reuse_alone": "Only short prompts on the story model miss it. Such a prompt takes 40 ms, and opening and closing its "
@@ -319,5 +319,5 @@ TAIL = """## Limits of these figures
 - No GPUs, other operating systems or large models were measured. With a model of gigabytes, all overheads here vanish in
   the time of a decode.
 - Outputs are not compared. Peers decode the same tokens; the tests compare our logits with references.
-- llama-cpp-python and cyllama call llama.cpp without checks, so an invalid argument ends the process.
+- llama-cpp-python and cyllama 0.2.18 call llama.cpp without checks, so an invalid argument can end the process.
 - The machine was not idle: [load averages](benchmarks-tables.md#machine-and-versions)."""

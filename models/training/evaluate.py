@@ -178,7 +178,7 @@ def main() -> None:
         "cache intact": lambda case: no_damage,
         "the fact's cells removed": lambda case: span_of(case, reader, is_fact=True),
         "as many other cells removed": lambda case: span_of(case, reader, is_fact=False),
-        "every other cell removed": lambda case: every_other_cell,
+        "every second cell removed": lambda case: every_other_cell,
     }
     for name, damage in damages.items():
         shares = (f"{recall(reader, cases[d], damage):.1%}" for d in DISTANCES)
@@ -190,7 +190,7 @@ def main() -> None:
     states: dict[str, Damage] = {
         "cache intact": no_damage,
         "older half removed": older_half,
-        "every other cell removed": every_other_cell,
+        "every second cell removed": every_other_cell,
     }
     for name, spoil in states.items():
         all_words, recalled = perplexity(reader, stories, spoil)

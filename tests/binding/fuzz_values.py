@@ -13,8 +13,6 @@ MAX = 2**31 - 1
 
 
 class Index:
-    """An integer by `__index__` only."""
-
     def __init__(self, value: int) -> None:
         self.value = value
 
@@ -28,12 +26,10 @@ class BadIndex:
 
 
 class CallersOwn(Exception):
-    """An exception of the caller's object, which must be raised unchanged."""
+    """Of the caller's object: must be raised unchanged."""
 
 
 class Raises:
-    """Raises its own error for every access."""
-
     def __index__(self) -> int:
         raise CallersOwn("no index today")
 
@@ -104,7 +100,6 @@ ARRAYS: list[Callable[[], Any]] = [
 
 
 def hostile(rng: Random, objects: list[Any]) -> Any:
-    """Anything at all."""
     kind = rng.random()
     if kind < 0.45:
         return rng.choice(INTEGERS)

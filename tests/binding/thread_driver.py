@@ -1,12 +1,11 @@
-"""Threads that do everything to the same contexts: ``python -m binding.thread_driver MODEL``.
+"""Threads that use, abort, close and replace the same contexts.
 
-Contexts are used, aborted, closed and replaced under each other. Exit status 0: nobody got
-anything but documented exceptions, and a fresh context decodes as at the start.
+``python -m binding.thread_driver MODEL STEPS SEED``. Exit status 0: only documented exceptions were
+seen, and a fresh context decodes as at the start.
 """
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import sys
 import threading
@@ -26,8 +25,6 @@ Step = Callable[["Shared", LlamaContext, Random], object]
 
 
 class Shared:
-    """Shared by the threads: one model, one sampler, one context at a time."""
-
     def __init__(self, path: Path, seed: int) -> None:
         self.rng = Random(seed)
         self.model = LlamaModel(path)
@@ -70,27 +67,6 @@ class Shared:
             self.errors.append(error)
 
 
-def decode(shared: Shared, ctx: LlamaContext, rng: Random) -> None:
-    tokens = [rng.randrange(5, 56) for _ in range(rng.randint(1, 60))]
-    ctx.decode(tokens, seq_id=rng.randrange(N_SEQ))
-
-
-def copy(shared: Shared, ctx: LlamaContext, rng: Random) -> None:
-    ctx.copy_kv_cache_seq(rng.randrange(N_SEQ), rng.randrange(N_SEQ))
-
-
-def clear(shared: Shared, ctx: LlamaContext, rng: Random) -> None:
-    ctx.clear_kv_cache_seq(rng.randrange(N_SEQ), rng.choice([None, 0, 3, 10]))
-
-
-def add(shared: Shared, ctx: LlamaContext, rng: Random) -> None:
-    ctx.kv_cache_seq_add(rng.randrange(N_SEQ), 0, None, rng.randint(-2, 2))
-
-
-def generate(shared: Shared, ctx: LlamaContext, rng: Random) -> None:
-    list(ctx.generate([7], 5, shared.sampler, seq_id=rng.randrange(N_SEQ)))
-
-
 def look(shared: Shared, ctx: LlamaContext, rng: Random) -> None:
     for seq, held in ctx.sequences().items():
         assert held.pos_max >= held.pos_min >= 0, seq
@@ -98,12 +74,20 @@ def look(shared: Shared, ctx: LlamaContext, rng: Random) -> None:
     assert ctx.cells() is not None
 
 
+def any_of(rng: Random) -> int:
+    return rng.randrange(N_SEQ)
+
+
+def tokens(rng: Random) -> list[int]:
+    return [rng.randrange(5, 56) for _ in range(rng.randint(1, 60))]
+
+
 STEPS: dict[Step, int] = {
-    decode: 8,
-    copy: 3,
-    clear: 3,
-    add: 3,
-    generate: 3,
+    lambda shared, ctx, rng: ctx.decode(tokens(rng), seq_id=any_of(rng)): 8,
+    lambda shared, ctx, rng: ctx.copy_kv_cache_seq(any_of(rng), any_of(rng)): 3,
+    lambda shared, ctx, rng: ctx.clear_kv_cache_seq(any_of(rng), rng.choice([None, 0, 3, 10])): 3,
+    lambda shared, ctx, rng: ctx.kv_cache_seq_add(any_of(rng), 0, None, rng.randint(-2, 2)): 3,
+    lambda shared, ctx, rng: list(ctx.generate([7], 5, shared.sampler, seq_id=any_of(rng))): 3,
     look: 3,
     lambda shared, ctx, rng: ctx.logits(rng.randint(-2, 2)): 3,
     lambda shared, ctx, rng: shared.sampler.sample(ctx): 3,
@@ -114,18 +98,12 @@ STEPS: dict[Step, int] = {
 }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--threads", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+def main(path: str, steps: str, seed: str) -> int:
     faulthandler.enable()
-    shared = Shared(options.model, options.seed)
+    shared = Shared(Path(path), int(seed))
     threads = [
-        threading.Thread(target=shared.work, args=(Random(options.seed + k), options.steps))
-        for k in range(options.threads)
+        threading.Thread(target=shared.work, args=(Random(int(seed) + k), int(steps)))
+        for k in range(4)
     ]
     for thread in threads:
         thread.start()
@@ -139,4 +117,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

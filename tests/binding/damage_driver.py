@@ -1,47 +1,39 @@
-"""Load and use damaged copies of a model; run as ``python -m binding.damage_driver``.
+"""Load and use damaged copies of a model.
 
-The number of each copy is printed before it is loaded: a process that dies says which one did it,
-and ``--first N --copies 1`` repeats that one.
+``python -m binding.damage_driver MODEL FOLDER cuts|zeros COPIES SEED``. The number of each copy is
+printed before it is loaded: a process that dies says which one did it.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import faulthandler
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
+from random import Random
 
-from binding.gguf_map import Map, read_map
+import gguf
+
 from pykvcache import KvCacheError, LlamaContext, LlamaModel
 
 
-def every_cut(whole: bytes, place: Map) -> Iterator[bytes]:
-    """The file as it is when it ends between two fields, inside one, or among the weights."""
+def damaged(reader: gguf.GGUFReader, how: str, rng: Random) -> bytes:
+    """A copy that ends in or after one of its parts, or has a field of its header zeroed."""
+    whole = reader.data.tobytes()
+    field = rng.choice([*reader.fields.values(), *(tensor.field for tensor in reader.tensors)])
+    parts = [len(part.tobytes()) for part in field.parts]
+    i = rng.choice([*range(len(parts))[:6], *range(len(parts))[-6:]])
+    at = field.offset + sum(parts[:i])
+    if how == "zeros":
+        return whole[:at] + bytes(parts[i]) + whole[at + parts[i] :]
     # After the last weight there may be padding, which no load misses.
-    step = max(1, place.end // 40)
-    cuts = {at + inside for at in place.boundaries for inside in (-1, 0, 1)}
-    cuts |= {*range(place.data, place.end, step), place.end - 1, place.end - 32}
-    for cut in sorted(cuts):
-        if 0 <= cut < place.end:
-            yield whole[:cut]
-
-
-def every_zero(whole: bytes, place: Map) -> Iterator[bytes]:
-    """The file with one field of its header zeroed."""
-    for field in place.thinned():
-        yield whole[: field.offset] + bytes(field.size) + whole[field.offset + field.size :]
-
-
-DAMAGES = {"cuts": every_cut, "zeros": every_zero}
+    end = max(int(tensor.data_offset + tensor.n_bytes) for tensor in reader.tensors)
+    return whole[: rng.choice([at, at + 1, end - 1, rng.randrange(reader.data_offset, end)])]
 
 
 def use(path: Path) -> None:
-    """Everything that reads what the file says."""
     with LlamaModel(path) as model:
         assert repr(model)
         assert dict(model.metadata) is not None
@@ -60,28 +52,16 @@ def use(path: Path) -> None:
 
 
 def open_files() -> int:
-    """How many files this process has open; 0 where the system does not say."""
     return len(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else 0
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--damage", choices=DAMAGES, required=True)
-    parser.add_argument("--first", type=int, default=0, help="skip so many copies")
-    parser.add_argument("--copies", type=int, default=None, help="default: all")
-    parser.add_argument("--every", type=int, default=1, help="take every n-th copy only")
-    parser.add_argument("--folder", type=Path, default=Path())
-    how = parser.parse_args()
+def main(model: str, folder: str, how: str, copies: str, seed: str) -> None:
     faulthandler.enable()
-    files = open_files()
-    whole, place = how.model.read_bytes(), read_map(how.model)
-    path, outcomes = how.folder / "damaged.gguf", Counter[str]()
-    copies = enumerate(DAMAGES[how.damage](whole, place))
-    stop = None if how.copies is None else how.first + how.copies
-    for number, copy in islice(copies, how.first, stop, how.every):
-        path.write_bytes(copy)
-        print(f"{how.damage}: copy {number}", flush=True)
+    rng, reader = Random(seed), gguf.GGUFReader(model)
+    files, path, outcomes = open_files(), Path(folder) / "damaged.gguf", Counter[str]()
+    for number in range(int(copies)):
+        path.write_bytes(damaged(reader, how, rng))
+        print(f"{how}: copy {number}", flush=True)
         try:
             use(path)
             outcomes["fine"] += 1
@@ -89,8 +69,7 @@ def main() -> int:
             outcomes[type(error).__name__] += 1
     assert open_files() == files
     print(dict(outcomes))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(*sys.argv[1:])

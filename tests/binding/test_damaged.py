@@ -1,7 +1,4 @@
-"""Damaged model files: refused or used, in child processes of which none may die.
-
-``PYKVCACHE_FUZZ_CALLS=100000`` tries every copy instead of a sample.
-"""
+"""Damaged model files: refused or used, in child processes of which none may die."""
 
 from __future__ import annotations
 
@@ -22,24 +19,10 @@ from support.odd_models import stored
 from test_quantized_weights import quantized
 
 NAMES = ["llama", "gemma3", "jamba", "t5"]
-SAMPLE = {"cuts": 41, "zeros": 7}
-"""One in so many copies is tried in the ordinary suite."""
-
-
-def driven(path: Path, folder: Path, damage: str) -> dict[str, int]:
-    """Run the driver and return how often each outcome was."""
-    step = SAMPLE[damage] if CALLS < 100_000 else 1
-    command = ["-m", "binding.damage_driver", str(path), "--folder", str(folder)]
-    command += ["--damage", damage, "--every", str(step), "--first", str(int(SEED) % step)]
-    done = run(command, folder)
-    last = done.stdout.splitlines()[-1:]
-    assert done.returncode == 0, f"{last}: {done.stderr[-3000:]}"
-    outcomes: dict[str, int] = eval(last[0])
-    return outcomes
 
 
 @pytest.mark.hazard("C18", "C19")
-@pytest.mark.parametrize("damage", SAMPLE)
+@pytest.mark.parametrize("damage", ["cuts", "zeros"])
 @pytest.mark.parametrize("name", [*NAMES, "quantised"])
 def test_files_cut_short_or_with_a_zeroed_field_are_refused_or_used(
     name: str, damage: str, model_folder: Path, tmp_path: Path
@@ -48,11 +31,15 @@ def test_files_cut_short_or_with_a_zeroed_field_are_refused_or_used(
         path = quantized(tmp_path / "q8.gguf", gguf.GGMLQuantizationType.Q8_0)
     else:
         path = make_model(name, model_folder)
-    outcomes = driven(path, tmp_path, damage)
+    given = [str(path), str(tmp_path), damage, str(CALLS // 50), SEED]
+    done = run(["-m", "binding.damage_driver", *given], tmp_path)
+    last = done.stdout.splitlines()[-1:]
+    assert done.returncode == 0, f"{last}: {done.stderr[-3000:]}"
+    outcomes: dict[str, int] = eval(last[0])
     if damage == "cuts":
         assert set(outcomes) == {"ModelLoadError"}
     else:
-        assert outcomes["ModelLoadError"] > sum(outcomes.values()) / 3
+        assert outcomes["ModelLoadError"] > sum(outcomes.values()) / 4
 
 
 def damaged(path: Path, name: str, keys: dict[str, Any]) -> Path:

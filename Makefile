@@ -43,7 +43,7 @@ test-all: $(VENV)/.dev $(VENV)/.built ## the tests of `make test` on every test 
 	PYKVCACHE_EVERY_MODEL=1 $(BIN)/python -m pytest -n auto -m ""
 
 test-peers: $(VENV)/.peers $(VENV)/.built ## the tests beside transformers, mlx-lm and llama-server, which others skip
-	$(BIN)/python -m pytest -n auto tests/arrays/mlx/test_mlx_lm.py tests/binding/test_chat_digests.py \
+	$(BIN)/python -m pytest -n auto tests/arrays/mlx/test_mlx_lm.py tests/binding/test_chat_template.py \
 	  tests/state/test_llama_peer.py
 
 test-real: $(VENV)/.real $(VENV)/.built ## the tests on real models, which others skip: installs one of 250 MB, takes minutes

@@ -29,7 +29,6 @@ Child = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def path(model_folder: Path) -> Path:
-    """Return the file of a plain model."""
     return make_model("llama", model_folder)
 
 
@@ -73,7 +72,6 @@ def forked() -> Child:
 
 
 def assert_quiet(done: subprocess.CompletedProcess[str]) -> None:
-    """Check that a child ended well and wrote nothing."""
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stderr == ""
     assert done.stdout == ""

@@ -5,14 +5,18 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
 import pytest
+from gguf import TokenType
 
+from pykvcache import LlamaModel
 from support.sanitizer import SANITIZED
+from support.vocab import Vocab
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -31,7 +35,6 @@ def words(n: int, seed: int = 0) -> NDArray[np.int32]:
 
 
 def differ(a: ArrayLike, b: ArrayLike) -> float:
-    """Largest difference."""
     return float(np.abs(np.asarray(a) - np.asarray(b)).max())
 
 
@@ -47,13 +50,11 @@ def resident_bytes() -> int:
 
 
 def fill(ctx: LlamaContext) -> None:
-    """Give sequences 0 and 1 the lengths of `HELD`."""
     for seq, n in HELD.items():
         ctx.decode(words(n, seq), seq_id=seq)
 
 
 def lengths(ctx: LlamaContext) -> dict[int, int]:
-    """Sequences that hold anything, and how far they reach."""
     ends = {seq: ctx.kv_cache_seq_pos_max(seq) + 1 for seq in range(ctx.n_seq_max)}
     return {seq: end for seq, end in ends.items() if end}
 
@@ -64,7 +65,6 @@ def with_keys(
     values: Mapping[str, str | int],
     change: Change = lambda name, data: data,
 ) -> Path:
-    """Copy a GGUF with keys added or replaced, and weights changed."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, "llama")
     for field in reader.fields.values():
@@ -85,3 +85,31 @@ def with_keys(
     writer.write_tensors_to_file()
     writer.close()
     return target
+
+
+def write_vocab(
+    vocab: Vocab, path: Path, name: str | None = None, charsmap: bytes | None = None
+) -> Path:
+    """Write a GGUF without tensors: it loads with ``vocab_only=True``."""
+    writer = gguf.GGUFWriter(path, "llama")
+    vocab.write(writer)
+    if name is not None:
+        writer.add_name(name)
+    if charsmap is not None:
+        writer.add_precompiled_charsmap(charsmap)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def load_vocab(vocab: Vocab, folder: Path, name: str | None = None) -> LlamaModel:
+    return LlamaModel(write_vocab(vocab, folder / "vocab.gguf", name), vocab_only=True)
+
+
+def with_tokens(vocab: Vocab, more: dict[str, TokenType]) -> Vocab:
+    """The vocabulary with tokens added at its end, or of another type where it has them."""
+    types = dict(zip(vocab.tokens, vocab.types, strict=True))
+    types |= {text.encode(): kind for text, kind in more.items()}
+    return replace(vocab, tokens=tuple(types), types=tuple(types.values()))

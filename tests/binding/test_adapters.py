@@ -73,17 +73,11 @@ def differ(a: Logits, b: Logits) -> float:
     return float(np.abs(a - b).max())
 
 
-# What they do -------------------------------------------------------------------------------------
-
-
 def test_an_adapter_does_what_merged_weights_do(folder: Path, name: str) -> None:
     model, one, two = load(folder, name)
     base = fresh(make_model(name, folder))
     for k, (given, merged) in enumerate(
-        [
-            ([one], [(1, 1.0)]),
-            ([(one, -0.25), (two, 1.5)], [(1, -0.25), (2, 1.5)]),
-        ]
+        [([one], [(1, 1.0)]), ([(one, -0.25), (two, 1.5)], [(1, -0.25), (2, 1.5)])]
     ):
         right = fresh(write_merged(folder / f"{name}-merged{k}.gguf", name, merged))
         assert differ(base, right) > WRONG
@@ -135,9 +129,6 @@ def test_no_direction_stays_when_another_vector_is_set(folder: Path) -> None:
         ctx.set_adapters([ControlVector(second)])
         ctx.decode(PROMPT)
         assert np.array_equal(ctx.logits(), right)
-
-
-# Switching ----------------------------------------------------------------------------------------
 
 
 def test_a_switch_empties_the_memory_and_forgets_logits(folder: Path, name: str) -> None:
@@ -262,9 +253,6 @@ def test_requests_continue_with_new_adapters(folder: Path, name: str) -> None:
     model.close()
 
 
-# Lifetime -----------------------------------------------------------------------------------------
-
-
 def test_an_adapter_lives_as_long_as_a_context_uses_it(folder: Path) -> None:
     model, one, _ = load(folder, "llama")
     right = with_adapters(model, [one])
@@ -286,9 +274,6 @@ def test_digests_name_contents(folder: Path, tmp_path: Path) -> None:
     assert one.invocation_tokens == ()
     invoked = write_adapter(tmp_path / "alora.gguf", "llama", 3, invocation=[5, 6, 7])
     assert model.load_adapter(invoked).invocation_tokens == (5, 6, 7)
-
-
-# Refusals -----------------------------------------------------------------------------------------
 
 
 def test_files_that_are_not_adapters_are_refused(folder: Path, tmp_path: Path) -> None:

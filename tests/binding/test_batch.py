@@ -23,23 +23,6 @@ def rows(batch: LlamaBatch) -> list[tuple[int, int, list[int], int]]:
     ]
 
 
-# Adding -------------------------------------------------------------------------------
-
-
-def test_add_sequence_counts_positions_and_asks_for_the_last_logits() -> None:
-    batch = LlamaBatch()
-    batch.add_sequence([9, 8, 7], 2)
-    batch.add_sequence(np.array([6, 5]), 0, True, start=40)
-    batch.add_sequence([], 1)
-    assert rows(batch) == [
-        (9, 0, [2], 0),
-        (8, 1, [2], 0),
-        (7, 2, [2], 1),
-        (6, 40, [0], 1),
-        (5, 41, [0], 1),
-    ]
-
-
 @pytest.mark.parametrize(
     ("seq_ids", "logits", "expected"),
     [
@@ -69,9 +52,6 @@ def test_growth_keeps_what_was_added() -> None:
             batch.add_sequence([i] * 70, 1, start=i)
             expected += [(i, i + k, [1], int(k == 69)) for k in range(70)]
     assert rows(batch) == expected
-
-
-# Arrays -------------------------------------------------------------------------------
 
 
 def test_the_views_have_the_types_of_llama_batch_and_cannot_be_written() -> None:
@@ -129,9 +109,6 @@ def test_a_copy_is_an_independent_batch() -> None:
     assert rows(copy.copy(LlamaBatch(0))) == []
 
 
-# Plain values, which the compiled layer reads, and all others -------------------------
-
-
 class Number:
     def __init__(self, value: int) -> None:
         self.value = value
@@ -166,6 +143,9 @@ def test_containers_of_equal_values_make_equal_batches(way: Any, one: Any) -> No
             expected += [(v, 5 + i, [2], int(flag or i == last)) for i, v in enumerate(values)]
     assert rows(batch) == expected
     batch.clear()
+    batch.add_sequence(way([9, 8]), one(2))
+    assert rows(batch) == [(9, 0, [2], 0), (8, 1, [2], 1)]
+    batch.clear()
     batch.add(one(3), one(1), way([6, 5]), np.True_)
     batch.add(one(3), one(2), one(6), False)
     assert rows(batch) == [(3, 1, [6, 5], 1), (3, 2, [6], 0)]
@@ -184,8 +164,6 @@ def test_positions_past_the_limit_are_refused() -> None:
             batch.add_sequence(tokens, 0, start=MAX - 1)
     assert batch.pos.tolist() == [MAX - 2, MAX - 1] * 3
 
-
-# Refusals, with nothing changed -------------------------------------------------------
 
 INTEGERS: list[Callable[[LlamaBatch, Any], object]] = [
     lambda b, v: b.add(v, 0, 0),

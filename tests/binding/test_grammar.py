@@ -14,8 +14,7 @@ import pytest
 from gguf import TokenType
 
 from binding.conftest import Child
-from binding.kit import words
-from binding.vocab_kit import load_vocab, with_tokens
+from binding.kit import load_vocab, with_tokens, words
 from pykvcache import Sampler
 from pykvcache._grammar import check_grammar
 from pykvcache.errors import GrammarError, UnsupportedOperation
@@ -41,7 +40,6 @@ def test_the_text_follows_the_grammar(make_context: Any, name: str, options: Any
 
 
 def test_alternatives_repetitions_and_rules(make_context: Any) -> None:
-    """Of a rule that is named, again after a reset."""
     ctx = make_context("llama")
     grammar = 'list ::= "[" item ("," item){2} "]"\nitem ::= "a" | "b" [0-9] # comment\n'
     options = {"grammar": grammar, "grammar_root": "list", "top_k": 0, "top_p": 1.0}
@@ -129,8 +127,6 @@ def test_no_grammar_ends_the_process(forked: Child, model: Any, kind: str) -> No
     assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr[-500:]
 
 
-# The error --------------------------------------------------------------------------------
-
 GOOD = "root ::= [0-9]+\n# a comment with é\n"
 
 FAULTS: dict[str, tuple[str, int | None, int | None, str]] = {
@@ -176,8 +172,6 @@ def test_the_reason_and_the_place_are_in_the_error(name: str, model: Any, capfd:
     Sampler(grammar=GOOD, model=model("llama"))
     assert capfd.readouterr() == ("", "")
 
-
-# Before llama.cpp reads it ---------------------------------------------------------------
 
 # What is not closed, and what could be read in several ways.
 PARTS = ["[", "[\\", '"', "{", "{1 ", "{,", "#", "(", ":", "1"]

@@ -93,7 +93,6 @@ def pieces(vocab: LlamaModel) -> list[bytes]:
 
 
 def written(sampler: Sampler, pieces: list[bytes], seed: int, eos: int) -> str | None:
-    """Return a text of random tokens that a sampler allows; None if it has no end soon."""
     random_logits = np.random.default_rng(seed)
     # Bytes that are no characters by themselves; the grammar allows any order.
     broken = [i for i, piece in enumerate(pieces) if piece and max(piece) > 127 and len(piece) < 2]
@@ -153,7 +152,6 @@ def test_a_schema_may_be_text(vocab: LlamaModel) -> None:
 
 
 def matching(grammar: str) -> re.Pattern[str]:
-    """Return a regular expression of a grammar that has one rule without others in it."""
     (rule,) = re.findall(r"^root ::= (.*)$", grammar, re.MULTILINE)
     rule = re.sub(r'"((?:[^"\\]|\\.)*)"', lambda found: re.escape(found[1]), rule)
     return re.compile(rule.replace(" ", ""))

@@ -1,4 +1,4 @@
-"""Closing, dropping and copying in every order, without crashes, leaks or wrong results."""
+"""Ends of objects, interpreters and processes in every order: no crash, no leak."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import copy
 import gc
 import inspect
 import pickle
+import subprocess
+import sysconfig
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from binding.conftest import Child, assert_quiet
 from binding.kit import differ, resident_bytes, words
 from pykvcache import LlamaContext, LlamaModel, Sampler
 from pykvcache.errors import ClosedError, ContextCreateError
+from support.examples import some
 from support.models import EXACT, RIGHT
 
 OPTIONS: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 4, "n_threads": 1, **EXACT}
@@ -34,7 +38,6 @@ ALWAYS = {"close", "abort"}
 
 
 def methods(kind: type) -> dict[str, tuple[Any, ...]]:
-    """Every public method with arguments that are right for an open object."""
     found = {}
     for name, function in inspect.getmembers(kind, inspect.isfunction):
         if name.startswith("_"):
@@ -50,9 +53,6 @@ def methods(kind: type) -> dict[str, tuple[Any, ...]]:
 
 def properties(kind: type) -> list[str]:
     return [n for n, _ in inspect.getmembers(kind, lambda v: isinstance(v, property))]
-
-
-# Close --------------------------------------------------------------------------------
 
 
 @pytest.mark.hazard("D38", "L2")
@@ -87,9 +87,6 @@ def test_properties_of_a_closed_context_are_facts_or_errors(model: Any) -> None:
         else:
             assert value == facts.get(name, value)
     assert repr(ctx).endswith("(closed)>")
-
-
-# The order of ends --------------------------------------------------------------------
 
 
 @pytest.mark.hazard("L1")
@@ -146,9 +143,6 @@ def test_cycles_are_collected(path: Path) -> None:
     assert [ref() for ref in gone] == [None] * 4
 
 
-# Copies -------------------------------------------------------------------------------
-
-
 def test_models_and_contexts_cannot_be_pickled_or_copied_deeply(model: Any) -> None:
     with LlamaContext(model("llama"), **OPTIONS) as ctx:
         for one in (ctx, model("llama"), ctx.native, model("llama").native):
@@ -164,9 +158,6 @@ def test_init_can_be_called_again_and_begins_anew(model: Any) -> None:
     assert ctx.memory_kind == "recurrent"
     assert ctx.kv_cache_seq_pos_max(0) == -1
     ctx.close()
-
-
-# Leaks --------------------------------------------------------------------------------
 
 
 def grows(work: Callable[[], object], times: int) -> int:
@@ -205,3 +196,200 @@ def test_contexts_leave_no_memory_behind(model: Any, work: Any, times: int) -> N
 
 def test_models_leave_no_memory_behind(path: Path) -> None:
     assert grows(lambda: LlamaModel(path, load_mode="none"), 100) < 20 * 2**20
+
+
+FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+
+# How each Python makes an interpreter that may load single-phase extensions.
+BEGIN = """
+import sys
+try:
+    import _interpreters as interpreters  # from 3.13
+    one = interpreters.create("legacy")
+except ImportError:
+    import _xxsubinterpreters as interpreters
+    one = interpreters.create(**({"isolated": False} if sys.version_info >= (3, 12) else {}))
+
+def run(code):
+    # NumPy warns in subinterpreters, and pykvcache that it can do less.
+    quiet = "import warnings; warnings.simplefilter('ignore')\\n"
+    failed = interpreters.run_string(one, quiet + code)
+    assert failed is None, failed
+"""
+
+REFUSED = """
+native = "__import__('pykvcache._native.lib')"
+for load in ("pykvcache.LlamaModel", "pykvcache.system_info", native):
+    try:
+        import pykvcache
+        eval(load)
+    except ImportError as error:
+        assert "subinterpreter" in str(error), error
+    else:
+        raise AssertionError(load)
+"""
+
+
+def said(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(
+    FREE_THREADED, reason="NumPy for free-threaded interpreters cannot be used in a subinterpreter"
+)
+def test_the_import_says_so_once_and_the_array_caches_work(child: Child) -> None:
+    code = """
+import warnings
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    import pykvcache
+    assert [w.category for w in seen] == [RuntimeWarning]
+    assert "subinterpreter" in str(seen[0].message)
+from pykvcache.arrays import KVCache
+import numpy as np
+keys, _ = KVCache().update(np.ones((1, 1, 2, 4)), np.ones((1, 1, 2, 4)))
+assert keys.shape == (1, 1, 2, 4)
+import pykvcache.simulate
+"""
+    assert said(child(BEGIN + f"run({code!r}); print('end')")) == "end\n"
+
+
+@pytest.mark.hazard("N37")
+def test_the_import_is_refused_and_the_main_interpreter_unharmed(child: Child) -> None:
+    use = "assert model.detokenize(model.tokenize('Lucy has a red kite.')).strip()"
+    code = f"""
+import pykvcache
+with pykvcache.LlamaModel(pykvcache.embedded_model_path()) as model:
+    {use}
+    run({REFUSED!r})
+    {use}
+    with pykvcache.LlamaContext(model, n_ctx=64, n_threads=1) as ctx:
+        ctx.decode([1, 2, 3])
+        interpreters.destroy(one)
+        ctx.decode([4])
+print("end")
+"""
+    assert said(child(BEGIN + code)) == "end\n"
+
+
+WITHOUT_GIL = """
+import pykvcache
+for load in ("LlamaModel", "system_info", "LlamaModel"):
+    try:
+        getattr(pykvcache, load)
+    except ImportError as error:
+        assert "needs the GIL, and PYTHON_GIL=0" in str(error), error
+    else:
+        raise AssertionError(load)
+from pykvcache.arrays import KVCache
+import numpy as np
+keys, _ = KVCache().update(np.ones((1, 1, 2, 4)), np.ones((1, 1, 2, 4)))
+assert keys.shape == (1, 1, 2, 4)
+print("end")
+"""
+
+
+@pytest.mark.hazard("N170")
+def test_without_the_gil_the_import_is_refused(
+    child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend = "import sys, warnings; warnings.simplefilter('ignore')\n"
+    if FREE_THREADED:
+        monkeypatch.setenv("PYTHON_GIL", "0")
+    else:  # another interpreter says the same of itself
+        pretend += "sys._is_gil_enabled = lambda: False\n"
+    assert said(child(pretend + WITHOUT_GIL)) == "end\n"
+
+
+@pytest.mark.skipif(not FREE_THREADED, reason="for a free-threaded Python")
+def test_a_free_threaded_python_turns_the_gil_on(
+    child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHON_GIL", raising=False)
+    code = "import sys, warnings; warnings.simplefilter('ignore')\n"
+    code += "import pykvcache; pykvcache.system_info(); print(sys._is_gil_enabled())"
+    assert said(child(code)) == "True\n"
+
+
+START = """
+import sys, gc, time, atexit, threading
+import numpy as np
+from pykvcache import LlamaContext, LlamaModel, Sampler, KvCacheError
+model = LlamaModel(sys.argv[1])
+ctx = LlamaContext(model, n_ctx=2048, n_threads=2)
+ctx.decode([5, 6, 7])
+"""
+
+ENDS = {
+    "nothing closed": "",
+    "model dropped": "del model",
+    "a cycle": "ctx.model_again = model; model.ctx = ctx; me = [ctx]; me.append(me)",
+    "hidden in a builtin module": "sys.keep = (ctx, model, ctx.generate([5], 9))",
+    "a suspended generator": "tokens = ctx.generate([5], 10); next(tokens)",
+    "a grammar": "s = Sampler(grammar='root ::= [a-z]+', model=model); s.sample(ctx)",
+    "a finalizer that decodes": """
+class Late:
+    def __del__(self):
+        try: ctx.decode([5])
+        except (KvCacheError, NameError, TypeError, RuntimeError): pass
+late = Late()
+""",
+    "a thread that ends later": """
+def work():
+    time.sleep(0.2)
+    try: ctx.decode(np.full(500, 5))
+    except KvCacheError: pass
+threading.Thread(target=work).start()
+""",
+}
+
+DAEMONS = {
+    "decoding": """
+def work():
+    own = LlamaContext(model, n_ctx=2048, n_threads=THREADS)
+    while True:
+        own.clear_kv_cache()
+        own.decode(np.full(1500, 5))
+""",
+    "sharing a context": """
+def work():
+    while True:
+        ctx.clear_kv_cache_seq(1)
+        ctx.decode(np.full(300, 5), seq_id=1)
+        ctx.kv_cache_seq_pos_max(0)
+""",
+    "loading models": """
+def work():
+    while True:
+        LlamaModel(sys.argv[1], progress=lambda f: None).tokenize("hello " * 1000)
+""",
+}
+
+
+@pytest.mark.hazard("L3")
+@pytest.mark.parametrize("end", some(ENDS, "nothing closed", "a cycle", "a suspended generator"))
+def test_the_interpreter_ends_quietly(child: Child, model: Any, end: str) -> None:
+    done = child(START + ENDS[end], model("llama").path)
+    assert_quiet(done)
+
+
+@pytest.mark.hazard("N18")
+@pytest.mark.skipif(
+    FREE_THREADED,
+    reason="a free-threaded interpreter may wait for a lock of a thread that it ended",
+)
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("work", DAEMONS)
+def test_the_interpreter_ends_under_working_daemons(
+    child: Child, model: Any, work: str, threads: int
+) -> None:
+    code = START + DAEMONS[work].replace("THREADS", str(threads))
+    code += (
+        "for _ in range(3): threading.Thread(target=work, daemon=True).start()\ntime.sleep(0.15)"
+    )
+    done = child(code, model("llama").path)
+    assert (done.returncode, done.stdout) == (0, "")
+    # A daemon may still say that its context was closed under it.
+    assert "Fatal" not in done.stderr
+    assert "terminate" not in done.stderr

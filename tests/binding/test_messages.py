@@ -23,8 +23,6 @@ from pykvcache import (
 )
 from pykvcache.errors import UnsupportedOperation
 
-# Order of arguments --------------------------------------------------------------------
-
 SWAPPED: dict[str, tuple[Callable[[LlamaContext, Any], object], str]] = {
     "save_sequence": (lambda c, p: c.save_sequence(0, p), "save_sequence(path, seq_id)"),
     "load_sequence": (lambda c, p: c.load_sequence(0, p), "load_sequence(path, seq_id)"),
@@ -68,9 +66,6 @@ def test_the_error_names_the_argument_that_is_not_a_path(make_context: Any, wron
             call(wrong)
 
 
-# What is in the way ----------------------------------------------------------------------
-
-
 def test_the_error_names_the_option_and_not_the_model(make_context: Any) -> None:
     ctx = make_context("llama")
     ctx.decode(words(5))
@@ -111,9 +106,6 @@ def test_the_error_names_the_memory_the_model_or_the_sequence(make_context: Any)
         assert (error.subject, error.operation) == ("sequence", "kv_cache_seq_add")
 
 
-# Reasons for missing logits ------------------------------------------------------------------
-
-
 def test_missing_logits_have_the_right_reason(make_context: Any) -> None:
     ctx = make_context("llama")
     for ask in (ctx.logits, lambda: ctx.logits(3)):
@@ -142,9 +134,6 @@ def test_missing_logits_have_the_right_reason(make_context: Any) -> None:
     ctx.decode(LlamaBatch.from_arrays(words(1), [10], 0, False))
     with pytest.raises(IndexError, match="no token of the last decode asked for them"):
         ctx.logits()
-
-
-# Values of a wrong type that the survival fuzz found ------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,26 @@
-"""The sampler: llama.cpp's chain with checked values, log-probabilities and bias."""
+"""The sampler: llama.cpp's stages with checked values, log-probabilities, bias, copies."""
 
 from __future__ import annotations
 
+import copy
 import inspect
+import math
+import pickle
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from binding.kit import words
-from pykvcache import LlamaContext, Sampler
-from pykvcache.errors import ArgumentError, ClosedError, DecodeError
+from pykvcache import BatchGenerator, LlamaContext, LlamaModel, LlamaSequence, Sampler
+from pykvcache.errors import ArgumentError, ClosedError, DecodeError, ReentryError
 from pykvcache.sampling import SETTINGS
+from support.examples import examples
 
 NAN, INF = float("nan"), float("inf")
 RANGES = {
@@ -47,9 +56,6 @@ def draw(ctx: LlamaContext, n: int = 60, **options: Any) -> list[int]:
     return [sampler.sample(ctx) for _ in range(n)]
 
 
-# Choice -------------------------------------------------------------------------------
-
-
 def test_what_leaves_one_token_takes_the_likeliest(ctx: LlamaContext) -> None:
     best = int(ctx.logits().argmax())
     for options in (
@@ -66,10 +72,6 @@ def test_seeds_repeat_and_differ(ctx: LlamaContext) -> None:
     assert draw(ctx, **hot, seed=7) == draw(ctx, **hot, seed=np.int64(7))
     assert draw(ctx, **hot, seed=7) != draw(ctx, **hot, seed=8)
     assert draw(ctx, **hot) != draw(ctx, **hot)
-    sampler = Sampler(**hot, seed=7, presence_penalty=1.0)
-    first = [sampler.sample(ctx) for _ in range(20)]
-    sampler.reset()
-    assert [sampler.sample(ctx) for _ in range(20)] == first
 
 
 def test_top_k_keeps_that_many(ctx: LlamaContext) -> None:
@@ -134,9 +136,6 @@ def test_one_sampler_serves_models_of_different_size(ctx: LlamaContext, make_con
         assert sampler.sample(other) == int(other.logits().argmax())
 
 
-# Refusals -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", RANGES)
 def test_the_ends_of_a_range_are_inside_and_the_rest_is_refused(
     name: str, ctx: LlamaContext
@@ -196,9 +195,6 @@ def close(a: Any, b: Any) -> bool:
     return bool(np.allclose(a, b, rtol=1e-5, atol=1e-5))
 
 
-# Arrays -------------------------------------------------------------------------------
-
-
 def test_an_array_is_sampled_as_the_context_is(ctx: LlamaContext) -> None:
     a, b = (Sampler(seed=3, presence_penalty=1.0) for _ in range(2))
     assert [a.sample(ctx) for _ in range(20)] == [b.sample(ctx.logits()) for _ in range(20)]
@@ -255,9 +251,6 @@ def test_any_temperature_above_0_keeps_the_order(temperature: float, scale: floa
             assert [sampler.sample(logits) for _ in range(20)] == [int(logits.argmax())] * 20
 
 
-# Log-probabilities --------------------------------------------------------------------
-
-
 def test_logprobs_are_those_of_the_model_with_nothing_set(ctx: LlamaContext) -> None:
     found = Sampler(temperature=1, **OPEN).logprobs(ctx)
     assert found.dtype == np.float32
@@ -278,15 +271,6 @@ def test_logprobs_are_what_sample_draws_from(ctx: LlamaContext, options: Any) ->
     assert (np.abs(drawn - n * chances) <= 5 * np.sqrt(n * chances) + 1).all()
 
 
-def test_logprobs_accept_nothing_and_draw_nothing(ctx: LlamaContext) -> None:
-    options: dict[str, Any] = {"seed": 4, "presence_penalty": 1.0, "temperature": 2.0}
-    asked, not_asked = Sampler(**options), Sampler(**options)
-    for _ in range(10):
-        first = asked.logprobs(ctx)
-        np.testing.assert_array_equal(asked.logprobs(ctx), first)
-        assert asked.sample(ctx) == not_asked.sample(ctx)
-
-
 def test_logprobs_follow_penalties_and_grammar(ctx: LlamaContext) -> None:
     sampler = Sampler(temperature=1, presence_penalty=2.0, **OPEN)
     sampler.accept(7)
@@ -297,9 +281,6 @@ def test_logprobs_follow_penalties_and_grammar(ctx: LlamaContext) -> None:
     allowed = np.flatnonzero(np.isfinite(digits.logprobs(ctx)))
     assert len(allowed)
     assert all(ctx.model.token_to_piece(t).isdigit() for t in allowed)
-
-
-# Bias ---------------------------------------------------------------------------------
 
 
 def test_a_bias_is_added_and_bans(ctx: LlamaContext) -> None:
@@ -350,9 +331,6 @@ def test_a_bias_for_no_token_is_refused(ctx: LlamaContext) -> None:
             ask(ctx)
 
 
-# Accepting ----------------------------------------------------------------------------
-
-
 def test_accept_leads_the_grammar_on_where_asked(ctx: LlamaContext) -> None:
     def piece(token: int) -> bytes:
         return ctx.model.token_to_piece(token)
@@ -373,17 +351,12 @@ def test_accept_leads_the_grammar_on_where_asked(ctx: LlamaContext) -> None:
         sampler.accept(1, grammar=1)  # type: ignore[arg-type]
 
 
-# Settings -----------------------------------------------------------------------------
-
-
 def test_the_repr_makes_the_same_sampler() -> None:
     one = Sampler(temperature=0.25, top_k=7, penalty_last_n=9, seed=11, logit_bias={4: -2.0})
     assert repr(eval(repr(one))) == repr(one)
     for part in ("temperature=0.25", "top_k=7", "penalty_last_n=9", "seed=11", "{4: -2.0}"):
         assert part in repr(one)
 
-
-# The likeliest token, in rows of every length ------------------------------------------------
 
 LENGTHS = [*range(1, 40), 63, 64, 65, 511, 512, 513, 1023, 1024, 1025, 1540]
 WARM = {"temperature": 1e-3, "top_k": 5, "seed": 1}
@@ -411,3 +384,426 @@ def test_the_largest_is_found_wherever_it_is(settings: dict[str, float]) -> None
             sampler.sample(nothing)
         nothing[n // 2] = -3
         assert sampler.sample(nothing) == n // 2
+
+
+COPIES: dict[str, Callable[[Sampler], Sampler]] = {
+    "clone": Sampler.clone,
+    "copy": copy.copy,
+    "deepcopy in a list": lambda sampler: copy.deepcopy([sampler])[0],
+}
+HOT: dict[str, Any] = {"temperature": 3.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+NUMBER = 'root ::= "a" [0-9]{4} "b"+'
+
+
+@pytest.fixture(params=COPIES)
+def duplicate(request: Any) -> Callable[[Sampler], Sampler]:
+    return COPIES[request.param]
+
+
+def drawn(sampler: Sampler, ctx: LlamaContext, n: int) -> list[int]:
+    return [sampler.sample(ctx) for _ in range(n)]
+
+
+@pytest.mark.hazard("N58")
+def test_a_copy_draws_what_the_original_draws(
+    duplicate: Callable[[Sampler], Sampler], ctx: LlamaContext
+) -> None:
+    for seed in (7, None):
+        sampler = Sampler(**HOT, seed=seed)
+        drawn(sampler, ctx, 5)
+        twin = duplicate(sampler)
+        assert drawn(twin, ctx, 20) == drawn(sampler, ctx, 20)
+        # One does not take the other's random numbers.
+        ahead = duplicate(sampler)
+        drawn(sampler, ctx, 7)
+        again = duplicate(ahead)
+        assert drawn(ahead, ctx, 20) == drawn(again, ctx, 20)
+
+
+def test_a_new_seed_restarts_every_random_stage(ctx: LlamaContext) -> None:
+    options: dict[str, Any] = HOT | {"xtc_probability": 0.5, "xtc_threshold": 0.0}
+    for more in ({}, {"mirostat": 2}, {"stages": ["xtc", "temperature"]}):
+        one = Sampler(**options, **more, seed=1)
+        drawn(one, ctx, 5)
+        for seed in (1, 7):
+            fresh = Sampler(**options, **more, seed=seed)
+            assert drawn(one.clone(seed=seed), ctx, 20) == drawn(fresh, ctx, 20)
+    one = Sampler(**HOT)
+    assert drawn(one.clone(seed=-1), ctx, 20) != drawn(one.clone(seed=-1), ctx, 20)
+
+
+def test_a_new_seed_keeps_the_history(ctx: LlamaContext) -> None:
+    order = np.argsort(-ctx.logits()).tolist()
+    for stages in (None, ["top_k", "penalties", "xtc", "temperature"]):
+        one = Sampler(temperature=1e-3, presence_penalty=1e5, seed=1, stages=stages, top_k=20)
+        assert drawn(one, ctx, 3) == order[:3]
+        assert drawn(one.clone(seed=2), ctx, 2) == order[3:5]
+
+
+@pytest.mark.hazard("N58")
+def test_a_copy_is_where_the_grammar_is(
+    duplicate: Callable[[Sampler], Sampler], ctx: LlamaContext
+) -> None:
+    sampler = Sampler(**HOT, seed=3, grammar=NUMBER, model=ctx.model)
+    text = drawn(sampler, ctx, 3)
+    twin = duplicate(sampler)
+    for one in (twin, sampler):
+        rest = drawn(one, ctx, 4)
+        written = b"".join(ctx.model.token_to_piece(t) for t in text + rest)
+        assert written[:1] == b"a"
+        assert written[1:5].isdigit()
+        assert set(written[5:]) == {ord("b")}
+    twin.reset()
+    assert ctx.model.token_to_piece(twin.sample(ctx)) == b"a"
+    del sampler, twin  # each frees its own
+
+
+def test_a_copy_of_a_subclass_has_its_own_history(
+    duplicate: Callable[[Sampler], Sampler], ctx: LlamaContext
+) -> None:
+    class Named(Sampler):
+        name = "n"
+
+    order = np.argsort(-ctx.logits()).tolist()
+    sampler = Named(temperature=0, presence_penalty=1e5)
+    sampler.name = "other"
+    assert drawn(sampler, ctx, 3) == order[:3]
+    twin = duplicate(sampler)
+    assert (type(twin), twin.name, repr(twin)) == (Named, "other", repr(sampler))  # type: ignore[attr-defined]
+    assert drawn(twin, ctx, 2) == order[3:5]
+    twin.reset()
+    assert drawn(twin, ctx, 1) == order[:1]
+    assert drawn(sampler, ctx, 2) == order[3:5]
+
+
+def test_a_copy_outlives_the_original_and_the_model(make_context: Any, model: Any) -> None:
+    ctx = make_context("llama")
+    ctx.decode(words(5))
+    twin = Sampler(temperature=0, grammar=NUMBER, model=ctx.model).clone().clone()
+    assert ctx.model.token_to_piece(twin.sample(ctx)) == b"a"
+    other = LlamaModel(model("llama").path)
+    last = Sampler(temperature=0, grammar=NUMBER, model=other)
+    other.close()
+    assert last.logprobs(np.zeros(320, np.float32)).max() == 0
+    assert last.clone().sample(np.zeros(320, np.float32)) == last.sample(np.zeros(320, np.float32))
+
+
+@pytest.mark.parametrize("name", ["native", "sample", "accept", "logprobs", "reset", "clone"])
+def test_a_subclass_cannot_replace_compiled_methods(name: str, make_context: Any) -> None:
+    """generate() would not call an override, and would silently choose other tokens."""
+    ctx = make_context("llama")
+    mixin = type("Mixin", (), {name: lambda self, *args: 7})
+    mine = [
+        type("Mine", (Sampler,), {name: lambda self, *args: 7})(),
+        type("Mine", (mixin, Sampler), {})(),
+    ]
+    if name != "native":  # a property
+        mine.append(type("Mine", (Sampler,), {})())
+        setattr(mine[-1], name, lambda *args: 7)
+    with LlamaSequence(ctx, words(5)) as sequence, BatchGenerator(ctx) as generator:
+        for one in mine:
+            for call in (
+                lambda one=one: sequence.generate(3, sampler=one),
+                lambda one=one: sequence.stream(3, sampler=one),
+                lambda one=one: ctx.generate(words(5), 3, one),
+                lambda one=one: generator.submit(words(5), 3, sampler=one),
+                lambda one=one: generator.submit(words(5), 3, sampler=one, n=2),
+            ):
+                with pytest.raises(TypeError, match=rf"Mine replaces {name}: .*logits"):
+                    call()
+        with pytest.raises(TypeError, match="must be a Sampler, not Mock"):
+            sequence.generate(3, sampler=Mock(spec=Sampler))
+        empty = type("Empty", (Sampler,), {"__init__": lambda self: None})()
+        with pytest.raises(TypeError, match=r"Empty\.__init__ does not call Sampler"):
+            ctx.generate(words(5), 3, empty)
+        plain = type("Mine", (Sampler,), {"name": 7})(temperature=0)
+        assert list(sequence.generate(3, sampler=plain))
+
+
+def test_a_sampler_for_another_vocabulary_is_refused_before_anything_is_decoded(
+    make_context: Any,
+) -> None:
+    ctx = make_context("llama")
+    with pytest.raises(IndexError, match="logit_bias"):
+        ctx.generate(words(5), 3, Sampler(logit_bias={10**6: 1.0}))
+    assert ctx.kv_cache_seq_pos_max(0) == -1
+
+
+def test_a_sampler_cannot_be_pickled() -> None:
+    with pytest.raises(TypeError, match="Sampler cannot be pickled"):
+        pickle.dumps(Sampler())
+
+
+def test_a_stage_may_not_call_its_own_sampler() -> None:
+    row = np.zeros(50, np.float32)
+    for call in ("sample", "logprobs", "reset"):
+        found: list[Sampler] = []
+
+        def stage(ids: Any, logits: Any, call: str = call, found: list[Sampler] = found) -> None:
+            getattr(found[0], call)(*([] if call == "reset" else [row]))
+
+        sampler = Sampler(temperature=1.0, seed=1, stages=[stage])
+        found.append(sampler)
+        for outer in (sampler.sample, sampler.logprobs):
+            with pytest.raises(ReentryError, match="in use"):
+                outer(row)
+
+
+Floats = NDArray[np.float32]
+N = 64
+OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
+
+
+def logits(seed: int, scale: float = 3.0) -> Floats:
+    return (np.random.default_rng(seed).standard_normal(N) * scale).astype(np.float32)
+
+
+def chances(row: Floats) -> NDArray[np.float64]:
+    wide = row.astype(np.float64)
+    p = np.exp(wide - wide.max())
+    return np.asarray(p / p.sum())
+
+
+def kept(sampler: Sampler, row: Floats) -> set[int]:
+    return set(np.flatnonzero(sampler.logprobs(row) > -np.inf).tolist())
+
+
+@settings(max_examples=examples(50))
+@given(seed=st.integers(0, 1000), n=st.floats(0.1, 4))
+def test_top_n_sigma_keeps_logits_near_the_largest(seed: int, n: float) -> None:
+    row = logits(seed)
+    found = kept(Sampler(**OFF, top_n_sigma=n), row)
+    wanted = np.flatnonzero(row >= row.max() - np.float32(n) * row.std())
+    assert len(found.symmetric_difference(wanted.tolist())) <= 1  # at the limit
+
+
+@settings(max_examples=examples(50))
+@given(seed=st.integers(0, 1000), p=st.floats(0.1, 0.95))
+def test_typical_p_keeps_tokens_of_typical_surprise(seed: int, p: float) -> None:
+    row = logits(seed)
+    probability = chances(row)
+    surprise = -np.log(probability)
+    entropy = float((probability * surprise).sum())
+    order = np.argsort(np.abs(surprise - entropy), kind="stable")
+    n = int(np.searchsorted(np.cumsum(probability[order]), p)) + 1
+    found = kept(Sampler(**OFF, typical_p=p), row)
+    assert len(found.symmetric_difference(order[:n].tolist())) <= 1
+
+
+@settings(max_examples=examples(50))
+@given(seed=st.integers(0, 1000), threshold=st.floats(0.0, 0.5))
+def test_xtc_leaves_the_least_likely_of_the_likely(seed: int, threshold: float) -> None:
+    row = logits(seed)
+    row[5] = -np.inf
+    probability = chances(row)
+    likely = np.flatnonzero(probability >= threshold)
+    wanted = set(np.flatnonzero((probability > 0) & (probability < threshold)).tolist())
+    if len(likely):
+        wanted.add(
+            int(likely[np.argmin(np.where(probability[likely] > 0, probability[likely], 2))])
+        )
+    found = kept(Sampler(**OFF, xtc_probability=1.0, xtc_threshold=threshold, seed=1), row)
+    assert 5 not in found
+    if threshold <= 0.5 and threshold > 1e-6:
+        assert len(found.symmetric_difference(wanted)) <= 2
+    always = kept(Sampler(**OFF, xtc_probability=0.0, xtc_threshold=threshold), row)
+    assert always == set(range(N)) - {5}
+
+
+def test_no_stage_restores_excluded_tokens() -> None:
+    banned = {t: -math.inf for t in range(0, N, 2)}
+    for options in (
+        {"typical_p": 0.2},
+        {"typical_p": 0.999},
+        {"top_n_sigma": 3.0},
+        {"xtc_probability": 1.0, "xtc_threshold": 0.0},
+        {"mirostat": 2},
+        {"adaptive_target": 0.0},
+        {"adaptive_target": 0.9},
+    ):
+        sampler = Sampler(**OFF, **options, logit_bias=banned, seed=3)  # type: ignore[arg-type]
+        assert {sampler.sample(logits(i)) % 2 for i in range(200)} == {1}, options
+
+
+def test_dry_ends_repetitions(stories: LlamaModel) -> None:
+    n = stories.n_vocab
+    sampler = Sampler(temperature=0, dry_multiplier=4.0, dry_base=2.0, model=stories)
+    pattern = [200, 201, 202, 203]
+    for token in pattern * 2:
+        sampler.accept(token, stories)
+    row = np.zeros(n, np.float32)
+    row[200], row[300] = 5, 1
+    # 200 would continue a repetition of 4: it loses 4 * 2 ** (4 - 2) = 16.
+    assert sampler.clone().sample(row) == 300
+    row[200] = 18
+    assert sampler.clone().sample(row) == 200
+    assert copy.copy(sampler).sample(row) == 200
+    sampler.reset()
+    row[200] = 5
+    assert sampler.sample(row) == 200
+
+
+def test_mirostat_holds_its_surprise(stories: LlamaModel) -> None:
+    rng = np.random.default_rng(1)
+    rows = [(rng.standard_normal(500) * 2).astype(np.float32) for _ in range(400)]
+    for version in (1, 2):
+        found = []
+        for tau in (2.0, 5.0):
+            sampler = Sampler(
+                temperature=1, mirostat=version, mirostat_tau=tau, seed=1, model=stories
+            )
+            surprise = [-math.log2(chances(row)[sampler.sample(row)]) for row in rows]
+            found.append(float(np.mean(surprise[100:])))
+        assert found[0] < found[1], version
+
+
+def test_adaptive_p_comes_near_its_target() -> None:
+    rng = np.random.default_rng(2)
+    rows = [(rng.standard_normal(100) * 2.5).astype(np.float32) for _ in range(600)]
+    means = []
+    for target in (0.05, 0.4):
+        sampler = Sampler(**OFF, adaptive_target=target, seed=4)
+        means.append(float(np.mean([chances(row)[sampler.sample(row)] for row in rows])))
+    assert means[0] < means[1]
+    assert means[0] == pytest.approx(0.05, abs=0.08)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"xtc_probability": 0.5},
+        {"typical_p": 0.5},
+        {"mirostat": 1},
+        {"mirostat": 2},
+        {"adaptive_target": 0.3},
+        {"dry_multiplier": 2.0},
+        {"stages": ["temperature", "penalties", "top_k"], "repeat_penalty": 1.5},
+    ],
+    ids=str,
+)
+def test_clones_choose_the_same_and_seeds_repeat(
+    stories: LlamaModel, options: dict[str, Any]
+) -> None:
+    rows = [np.resize(logits(i), stories.n_vocab) for i in range(60)]
+    first = Sampler(temperature=1, seed=5, model=stories, **options)
+    begin = [first.sample(row) for row in rows[:30]]
+    again = Sampler(temperature=1, seed=5, model=stories, **options)
+    assert [again.sample(row) for row in rows[:30]] == begin
+    clone = first.clone()
+    # Asking for chances changes nothing.
+    clone.logprobs(rows[0])
+    assert [clone.sample(row) for row in rows[30:]] == [first.sample(row) for row in rows[30:]]
+    first.reset()
+    assert [first.sample(row) for row in rows[:30]] == begin
+
+
+def test_stages_that_are_not_named_do_nothing() -> None:
+    row = logits(4)
+    assert kept(Sampler(temperature=1, top_k=3, top_p=0.1, stages=["temperature"]), row) == set(
+        range(N)
+    )
+    only = Sampler(temperature=0.1, top_k=3, stages=["top_k"])
+    three = row[sorted(kept(only, row))]
+    expected = np.log(chances(three))
+    assert np.allclose(sorted(only.logprobs(row))[-3:], sorted(expected), atol=1e-5)
+
+
+def test_the_named_default_order_is_the_default() -> None:
+    order = ["penalties", "dry", "top_n_sigma", "top_k", "typical_p", "top_p", "min_p"]
+    order += ["xtc", "temperature"]
+    rows = [logits(i) for i in range(50)]
+    one, two = Sampler(seed=9), Sampler(seed=9, stages=order)
+    assert [one.sample(row) for row in rows] == [two.sample(row) for row in rows]
+
+
+def test_a_call_changes_logits() -> None:
+    seen: list[tuple[NDArray[np.int32], Floats]] = []
+
+    def only_odd(ids: NDArray[np.int32], values: Floats) -> Floats:
+        seen.append((ids.copy(), values.copy()))
+        return np.where(ids % 2 == 1, values, -np.inf).astype(np.float32)
+
+    row = logits(5)
+    greedy = Sampler(temperature=0, stages=[only_odd])
+    assert greedy.sample(row) == max(range(1, N, 2), key=lambda t: row[t])
+    assert seen[0][0].tolist() == list(range(N))
+    assert np.array_equal(seen[0][1], row)
+    narrow = Sampler(temperature=1, top_k=5, stages=["top_k", only_odd, "temperature"], seed=1)
+    assert {narrow.sample(row) % 2 for _ in range(20)} == {1}
+    assert len(seen[-1][0]) == 5
+
+    def in_place(ids: NDArray[np.int32], values: Floats) -> None:
+        values[ids == 7] = 100
+
+    assert Sampler(temperature=0, stages=[in_place]).clone().sample(row) == 7
+
+
+def test_exceptions_of_a_stage_are_raised() -> None:
+    class Mine(Exception):
+        pass
+
+    def fails(ids: Any, values: Any) -> None:
+        raise Mine("here")
+
+    sampler = Sampler(temperature=0, stages=[fails])
+    with pytest.raises(Mine, match="here"):
+        sampler.sample(logits(1))
+    with pytest.raises(Mine):
+        sampler.logprobs(logits(1))
+    for result in (np.zeros(3), "x", np.full(N, np.nan), np.full(N, np.inf), [1], object()):
+        bad = Sampler(temperature=0, stages=[lambda ids, values, r=result: r])  # type: ignore[misc]
+        with pytest.raises((ArgumentError, TypeError, ValueError)):
+            bad.sample(logits(1))
+    nothing = Sampler(temperature=1, stages=[lambda ids, values: np.full(len(ids), -np.inf)])
+    with pytest.raises(DecodeError, match="no token is left"):
+        nothing.sample(logits(1))
+
+
+def test_requests_use_calls(stories: LlamaModel) -> None:
+    def no_e(ids: NDArray[np.int32], values: Floats) -> Floats:
+        return np.where(np.isin(ids, with_e), -np.inf, values)
+
+    with_e = [t for t in range(stories.n_vocab) if b"e" in stories.token_to_piece(t)]
+    sampler = Sampler(temperature=0, stages=[no_e])
+    with LlamaContext(stories, n_ctx=1024, n_seq_max=8) as ctx:
+        with LlamaSequence(ctx, "Once upon a time") as sequence:
+            alone = "".join(sequence.stream(20, sampler.clone()))
+        assert "e" not in alone
+        with BatchGenerator(ctx) as generator:
+            handles = [generator.submit("Once upon a time", 20, sampler) for _ in range(8)]
+            generator.run()
+            assert {handle.text for handle in handles} == {alone}
+
+            def broken(ids: Any, values: Any) -> None:
+                raise ValueError("mine")
+
+            wrong = generator.submit("Once", 5, Sampler(temperature=0, stages=[broken]))
+            right = generator.submit("Once", 5)
+            generator.run()
+            assert wrong.finish_reason == "error"
+            assert str(wrong.error) == "mine"
+            assert right.finish_reason == "length"
+
+
+def test_wrong_settings_are_refused(stories: LlamaModel) -> None:
+    for options, error in [
+        ({"typical_p": 0.0}, ValueError),
+        ({"top_n_sigma": -1}, ValueError),
+        ({"xtc_probability": 2}, ValueError),
+        ({"xtc_threshold": float("nan")}, ValueError),
+        ({"dry_multiplier": -1}, ValueError),
+        ({"dry_multiplier": 1.0}, ValueError),  # without a model
+        ({"dry_sequence_breakers": [""]}, ValueError),
+        ({"dry_sequence_breakers": ["x" * 41]}, ValueError),
+        ({"mirostat": 3}, ValueError),
+        ({"mirostat": 1}, ValueError),  # without a model
+        ({"adaptive_target": 1.5}, ValueError),
+        ({"adaptive_decay": 1.0}, ValueError),
+        ({"stages": "top_k"}, TypeError),
+        ({"stages": ["topk"]}, ValueError),
+        ({"stages": ["top_k", "top_k"]}, ValueError),
+        ({"stages": 3}, TypeError),
+        ({"seed": -2}, ValueError),
+    ]:
+        with pytest.raises(error):
+            Sampler(**options)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from binding.test_abort import aborted
+from binding.test_threads import aborted
 from memory.kit import apart
 from pykvcache import SequenceState
 from pykvcache.errors import ClosedError, UnsupportedOperation

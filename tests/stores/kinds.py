@@ -19,22 +19,18 @@ NOWHERE = "redis://127.0.0.1:1"
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Where a store lies, or the expression that makes one without an address."""
-
     address: str = ""
     make: str = "open_store({address!r}, **{options!r})"
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     package: str = "numpy"
 
     def at(self, folder: Path, server: str = NOWHERE) -> Kind:
-        """Return the kind with its place filled in."""
         pytest.importorskip(self.package, reason=f"pip install '.[{self.package}]'")
         address = self.address.format(folder=folder, server=server)
         return dataclasses.replace(self, address=address)
 
     @contextlib.contextmanager
     def running(self, folder: Path) -> Iterator[Kind]:
-        """Run the server that it needs, if any."""
         if "{server}" not in self.address:
             yield self.at(folder)
             return
@@ -43,11 +39,9 @@ class Kind:
 
     @property
     def code(self) -> str:
-        """The expression that opens it, of names in `pykvcache.prefix.stores`."""
         return self.make.format(address=self.address, options=self.options)
 
     def open(self) -> BlockStore:
-        """Open it."""
         store: BlockStore = eval(self.code, dict(vars(stores)))
         return store
 

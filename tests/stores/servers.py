@@ -21,19 +21,16 @@ PATIENT: dict[str, float] = {"timeout": 30.0, "connect_timeout": 30.0}
 INSTALL = "needs a server: apt-get install redis-server"
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def free_ports(n: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(n)]
         for probe in probes:
             probe.bind(("127.0.0.1", 0))
         return [probe.getsockname()[1] for probe in probes]
+
+
+def free_port() -> int:
+    return free_ports(1)[0]
 
 
 def freeze(process: subprocess.Popen[Any]) -> None:
@@ -96,8 +93,6 @@ def redis_server(folder: Path, *options: str, port: int | None = None) -> Iterat
 
 @dataclass
 class Cluster:
-    """Servers that share the slots, and after them those that are replicas of the first ones."""
-
     servers: list[Server]
     clients: list[Any]
     options: list[tuple[str, ...]]
@@ -111,27 +106,21 @@ class Cluster:
 
     @property
     def owners(self) -> list[Any]:
-        """Clients of those that have slots."""
         return self.clients[: self.n]
 
     def of(self, *which: int, user: str = "") -> str:
-        """Return the URL that names some of the servers."""
         servers = [self.servers[i] for i in which] or self.servers
         return f"redis+cluster://{user}" + ",".join(f"127.0.0.1:{one.port}" for one in servers)
 
     def wait(self) -> None:
-        """Wait until every node knows of every slot and node."""
         n = str(len(self.servers))
         self.until("CLUSTER INFO", cluster_state="ok", cluster_known_nodes=n)
         until = time.monotonic() + 60
-        while (
-            len({_owners(client.execute_command("CLUSTER SLOTS")) for client in self.clients}) > 1
-        ):
+        while len({_owners(one.execute_command("CLUSTER SLOTS")) for one in self.clients}) > 1:
             assert time.monotonic() < until, "they do not agree who has which slots"
             time.sleep(0.01)
 
     def until(self, command: str, *of: int, **values: str) -> None:
-        """Wait until some servers, or all, answer a command with these values."""
         until = time.monotonic() + 60
         clients = [self.clients[i] for i in of] or self.clients
         while True:
@@ -181,13 +170,11 @@ def redis_cluster(
 
 
 def kill(running: Cluster, i: int) -> None:
-    """End one at once."""
     running.servers[i].process.kill()
     running.servers[i].process.wait()
 
 
 def start_again(running: Cluster, folder: Path, i: int) -> None:
-    """Run one that was killed, for as long as the other nodes run."""
     port = running.servers[i].port
     server = redis_server(folder / str(i), *running.options[i], port=port)
     running.servers[i] = running.stack.enter_context(server)

@@ -12,15 +12,7 @@ import pytest
 from pykvcache.errors import StoreError
 from pykvcache.prefix.stores import BlockStore, RedisClusterStore, RedisStore, open_store
 from pykvcache.prefix.stores.conformance import StoreConformance, chain
-from stores.servers import (
-    PATIENT,
-    Cluster,
-    freeze,
-    kill,
-    redis_cluster,
-    redis_server,
-    start_again,
-)
+from stores.servers import PATIENT, Cluster, freeze, kill, redis_cluster, redis_server, start_again
 
 pytest.importorskip("redis", reason="pip install '.[redis]'")
 
@@ -61,7 +53,6 @@ class TestCluster(StoreConformance):
 
 
 def n_read(store: RedisClusterStore) -> int:
-    """Read all blocks; return how many are there. What comes is right."""
     there = store.present(KEYS)
     found = [bytearray(len(data)) for _, data in BLOCKS]
     n = store.get_into(KEYS, found)

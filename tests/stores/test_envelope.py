@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from pykvcache.errors import StoreError
 from pykvcache.prefix.stores import Envelope, MemoryStore, Rejection, SealedStore
 from pykvcache.prefix.stores.conformance import chain
-
-if TYPE_CHECKING:
-    pass
 
 SECRET = "a secret of more than 16 bytes"
 ((KEY, CONTENT), (OTHER, _), *_) = chain(3, "envelope")
@@ -29,11 +26,6 @@ def make(mode: str = "xxh3", **changes: Any) -> Envelope:
 
 def sealed_by(envelope: Envelope, key: bytes, content: bytes) -> bytearray:
     return bytearray(envelope.seal(key, content))
-
-
-@pytest.fixture
-def no_xxhash(monkeypatch: pytest.MonkeyPatch) -> None:
-    without(monkeypatch, "xxhash")
 
 
 def without(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
@@ -117,7 +109,8 @@ def test_either_form_of_one_secret_opens_the_other() -> None:
         assert make(other).open(KEY, make(one).seal(KEY, CONTENT)) == CONTENT
 
 
-def test_sha256_stands_in_for_xxh3(no_xxhash: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sha256_stands_in_for_xxh3(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "xxhash")
     envelope = make()
     assert envelope.check == "sha256"
     sealed = sealed_by(envelope, KEY, CONTENT)

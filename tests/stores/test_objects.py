@@ -16,11 +16,7 @@ from typing import Any
 import pytest
 
 from pykvcache.errors import StoreError
-from pykvcache.prefix.stores import (
-    BlockStore,
-    ObjectStore,
-    open_store,
-)
+from pykvcache.prefix.stores import BlockStore, ObjectStore, open_store
 from pykvcache.prefix.stores.conformance import StoreConformance, chain
 from stores.servers import free_port
 
@@ -90,8 +86,6 @@ def make_bucket(endpoint: str, name: str) -> None:
 
 
 class TestS3(Objects):
-    """Against a mock: how it behaves is moto's idea of S3."""
-
     # Tested over a folder and over memory: here it would take 15 s.
     keeps_paths = False
 
@@ -126,7 +120,6 @@ def test_a_bucket_that_is_not_there_raises_at_once(moto: str) -> None:
 
 @contextlib.contextmanager
 def answering(status: int, code: str) -> Iterator[str]:
-    """Run a server that answers every request alike, as S3 says it."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:

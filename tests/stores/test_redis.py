@@ -59,16 +59,12 @@ class TestRedis(StoreConformance):
 
 
 def try_again(store: RedisStore) -> None:
-    """End the pauses after failures."""
     for breaker in (*store._breakers.values(), store._writes):
         breaker._until = 0.0
 
 
 def at(server: Server, login: str) -> str:
     return server.url.replace("redis://", f"redis://{login}@")
-
-
-# When a store is made -------------------------------------------------------------------
 
 
 def test_a_server_that_refuses_raises_at_once(server: Server, admin: Any) -> None:
@@ -150,9 +146,6 @@ def test_a_unix_socket_and_the_name_valkey(tmp_path: Path) -> None:
         with open_store(running.url.replace("redis", "valkey"), **PATIENT) as store:
             assert isinstance(store, RedisStore)
             assert store.get_into(KEYS, buffers()) == 12
-
-
-# While it is used -----------------------------------------------------------------------
 
 
 def test_the_least_recently_touched_second_goes_first(server: Server, admin: Any) -> None:

@@ -15,7 +15,6 @@ from pykvcache.prefix.stores.folder_index import FolderIndex
 
 
 def block(name: str, size: int = 100_000) -> tuple[bytes, bytes]:
-    """A block whose content follows from its key."""
     key = hashlib.sha256(name.encode()).digest()
     return key, content(key, size)
 
@@ -30,7 +29,6 @@ def is_whole(path: Path) -> bool:
 
 
 def write(folder: str, max_bytes: int, seed: str) -> None:
-    """Put blocks without end; print the name of each that is stored, and when that began."""
     with FolderStore(folder, max_bytes) as store:
         for i in itertools.count():
             name, began = f"{seed}/{i}", time.time()
@@ -39,7 +37,6 @@ def write(folder: str, max_bytes: int, seed: str) -> None:
 
 
 def grow(folder: str, max_bytes: int, seed: str) -> None:
-    """Use paths over four shared blocks, as a cache does: touch, put, touch."""
     dice = random.Random(seed)
     with FolderStore(folder, max_bytes) as store:
         while True:
@@ -54,7 +51,6 @@ def grow(folder: str, max_bytes: int, seed: str) -> None:
 
 
 def hold(folder: str, max_bytes: int, seed: str) -> None:
-    """Take the right to write; say so and keep it."""
     with FolderIndex(os.path.join(folder, "index.sqlite")).transaction():
         os.write(1, b"held\n")
         time.sleep(600)

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 
 class SlowStore(BlockStore):
-    """Wait before each answer; `closing` ends all waits."""
-
     def __init__(self, store: BlockStore, latency: float = 0.0, bandwidth: float = 1e12) -> None:
         self.store, self.latency, self.bandwidth = store, latency, bandwidth
         self.n_probes = store.n_probes

@@ -108,8 +108,6 @@ def test_what_is_no_store_is_refused_and_not_made(
 
 
 class OneFile(MemoryStore):
-    """A store of a user in a file, which it makes."""
-
     schemes = frozenset({"onefile"})
 
     def __init__(self, address: str) -> None:

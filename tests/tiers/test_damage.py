@@ -85,8 +85,6 @@ def test_ends_of_another_content_are_misses(name: str, make_context: Make) -> No
 
 
 class Raising(BlockStore):
-    """A store of a user that breaks its contract."""
-
     def __init__(self, what: object) -> None:
         self.what = what
 
@@ -116,10 +114,7 @@ def test_a_store_that_raises_or_lies_costs_nothing_but_its_blocks(
         assert cache.stats().disk == cache.stats().remote == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("medium", "nvme"), ("n_probes", None)],
-)
+@pytest.mark.parametrize(("name", "value"), [("medium", "nvme"), ("n_probes", None)])
 def test_a_store_of_properties_that_serve_no_cache_is_refused(
     name: str, value: object, make_context: Make
 ) -> None:
@@ -130,8 +125,6 @@ def test_a_store_of_properties_that_serve_no_cache_is_refused(
         PrefixCache(ctx, tiers=[store])
     PrefixCache(ctx).close()
 
-
-# Records that are damaged anywhere --------------------------------------------------------------
 
 PROMPT = words(1, 45)
 N_BLOCKS = len(PROMPT) // SIZE
@@ -160,8 +153,6 @@ def damaged(data: bytes, how: str, at: int, value: int, other: bytes) -> bytes:
 
 
 class Bench:
-    """A cache over a store that has all records of one prompt."""
-
     def __init__(self, cache: PrefixCache, store: BlockStore, case: Case, wanted: Logits) -> None:
         self.cache, self.store, self.case, self.wanted = cache, store, case, wanted
         self.is_plain = case.name == "llama"
@@ -185,7 +176,6 @@ class Bench:
         assert self.store.put([(key, data)]) == 1
 
     def check(self, damages: list[Damage]) -> None:
-        """Damage records, and ask for the prompt."""
         keys = [*self.blocks, *sorted(self.right.keys() - {*self.blocks})]
         wrong: dict[bytes, bytes] = {}
         for which, how, at, value in damages:

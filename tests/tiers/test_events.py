@@ -28,12 +28,10 @@ from tiers.test_tiers import SIZE, WAIT, clear_memory, words
 
 
 def below(events: Sequence[CacheEvent]) -> list[CacheEvent]:
-    """The events that are not about the cache's memory."""
     return [event for event in events if getattr(event, "medium", "CPU") != "CPU"]
 
 
 def names(events: Sequence[CacheEvent], medium: str) -> set[bytes]:
-    """The blocks that are there by all events."""
     there: set[bytes] = set()
     for event in events:
         if isinstance(event, AllBlocksCleared):

@@ -21,7 +21,6 @@ POPULAR = words(1, 41)
 
 
 def reusable(ctx: LlamaContext, store: BlockStore, prompt: list[int]) -> int:
-    """How many tokens of a prompt a new cache takes from a store."""
     with (
         PrefixCache(ctx, block_size=SIZE, tiers=[store], **WAIT) as cache,
         cache.sequence(prompt) as sequence,
@@ -96,8 +95,6 @@ def test_the_command_trims_what_was_used_longest_ago(
 
 
 class Counting(MemoryStore):
-    """A store that notes what was read."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: set[bytes] = set()

@@ -28,14 +28,11 @@ def key(name: object) -> bytes:
 
 
 def chain(*names: object, size: int = 100, namespace: str = "") -> Chain:
-    """Records of one path, which are all that it uses."""
     keys = [key(name) for name in names]
     return Chain([(one, bytes(size)) for one in keys], namespace, uses=keys)
 
 
 class Recorder(MemoryStore):
-    """A store that notes its calls, and waits in `put` until the test lets it go on."""
-
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[str, list[str]]] = []
@@ -89,9 +86,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-# Order --------------------------------------------------------------------------------------
-
-
 def test_a_path_is_touched_before_and_after_its_end_is_written() -> None:
     """Before, so that room for its end is not made by evicting its beginning."""
     with opened() as (store, writer):
@@ -123,9 +117,6 @@ def test_uses_are_passed_on_after_a_while_and_when_they_are_many(
         writer.offer(Chain(uses=[key("e")]))
         assert len(store.calls) == 1
         wait_until(lambda: store.calls[1:] == [("touch", ["e"])])
-
-
-# What waits ---------------------------------------------------------------------------------
 
 
 def test_random_calls_are_written_in_their_order_within_the_bound(
@@ -202,8 +193,6 @@ def test_a_store_that_raises_ends_no_thread() -> None:
     assert tier.stats(0, 0, 0).failed == 1
 
 
-# Evaluating goes first ----------------------------------------------------------------------
-
 PAUSE = 0.2
 N = 4
 
@@ -228,7 +217,6 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_short_pauses")
 def test_writing_pauses_while_tokens_are_evaluated() -> None:
-    """5 ms of work at a small part of the time: each pause is the longest one."""
     with working(itertools.count().__next__) as (store, _):
         wait_until(lambda: len(store.times) == N)
         assert min(pauses(store)) >= 0.9 * PAUSE

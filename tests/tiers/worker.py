@@ -21,7 +21,6 @@ TESTS = Path(__file__).parents[1]
 
 
 def spawn(model: Path, tiers: str, seed: int, n: int, **options: str) -> subprocess.Popen[bytes]:
-    """Start one; the options are some of `PrefixCache`."""
     command = [sys.executable, "-m", "tiers.worker", str(model), tiers, str(seed), str(n)]
     command.append(json.dumps(options))
     env = os.environ | {"PYTHONPATH": str(TESTS), "GGML_NO_BACKTRACE": "1"}
@@ -29,7 +28,6 @@ def spawn(model: Path, tiers: str, seed: int, n: int, **options: str) -> subproc
 
 
 def answer(process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """Wait for its end; return what it said."""
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0
     found: dict[str, Any] = json.loads(out)

@@ -24,7 +24,6 @@ Make = Callable[..., LlamaContext]
 
 
 def ask(tree: PrefixTree, tokens: bytes) -> int:
-    """Use what is there of a prompt, and insert the rest; return how many tokens were there."""
     match = tree.match(tokens)
     tree.use(match, tree.resume(match, match.n))
     plan = tree.plan(match, Offer(len(tokens) // 4))
@@ -34,7 +33,6 @@ def ask(tree: PrefixTree, tokens: bytes) -> int:
 
 
 def prompts(policy: str | Policy, budget: int, text: str) -> PrefixTree:
-    """A tree after some prompts; each letter is a block of one token and one byte."""
     tree = PrefixTree(MemoryShape(1), policy, max_bytes=budget)
     for word in text.split():
         ask(tree, token_bytes([ord(letter) for letter in word]))
@@ -42,7 +40,6 @@ def prompts(policy: str | Policy, budget: int, text: str) -> PrefixTree:
 
 
 def kept(tree: PrefixTree) -> str:
-    """The letters that are there, in the order of the alphabet."""
     letters = (chr(c) for node in tree.nodes() for c in memoryview(node.tokens).cast("I"))
     return "".join(sorted(letters))
 
@@ -95,9 +92,6 @@ def test_the_default_is_one_of_them() -> None:
         make_policy(3)  # type: ignore[arg-type]
 
 
-# cost-aware and hit-density -----------------------------------------------------------------
-
-
 def test_cost_aware_lets_old_fame_fade() -> None:
     many = " ".join("bcdefghijklmnopqrstuvwxyz")
     assert "a" in kept(prompts("cost-aware", 4, f"a a a {many[:10]}"))
@@ -138,7 +132,6 @@ def test_hit_density_remembers_a_bounded_number_of_components() -> None:
 
 
 def n_alive() -> int:
-    """Return how many components exist."""
     gc.collect()
     return sum(isinstance(one, Component) for one in gc.get_objects())
 
@@ -173,12 +166,7 @@ def test_hit_density_computes_nothing_before_something_has_to_leave() -> None:
     assert tree.n_blocks == 1000
 
 
-# A policy of a user's own -------------------------------------------------------------------
-
-
 class Wrong(LRU):
-    """A policy whose choice or whose note-taking goes wrong once."""
-
     def __init__(self, where: str, what: object) -> None:
         super().__init__()
         self.where, self.what = where, what
@@ -204,7 +192,6 @@ class Wrong(LRU):
 
 
 def inner(policy: LRU) -> Component:
-    """A component that others follow."""
     one = policy.victim()
     assert one is not None
     while one.parent is not None:
@@ -213,7 +200,6 @@ def inner(policy: LRU) -> Component:
 
 
 def foreign(policy: LRU) -> Component:
-    """A component of no tree."""
     victim = policy.victim()
     assert victim is not None
     return Component(victim.node, Kind.ATTENTION, 0, 1.0, 0)

@@ -7,10 +7,6 @@ import ctypes
 import gc
 import importlib
 import os
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -97,34 +93,8 @@ def _small_collections() -> None:
     gc.freeze()
 
 
-# A server ends with the process that asks, not before: models are freed at its very end.
-_servers: list[subprocess.Popen[bytes]] = []
-_connections: list[Any] = []
-_SERVER = """
-import os, sys, threading
-from pykvcache._native import lib
-threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
-lib.rpc_serve(sys.argv[1], 1, ["CPU"])
-"""
-
-
-def _serve_rpc() -> str:
-    """Start a server in another process; return its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    endpoint = f"127.0.0.1:{port}"
-    server = subprocess.Popen(
-        [sys.executable, "-c", _SERVER, endpoint], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
-    )
-    for _ in range(600):
-        with socket.socket() as client:
-            if client.connect_ex(("127.0.0.1", port)) == 0:
-                _servers.append(server)
-                return endpoint
-        assert server.poll() is None, "the RPC server ended"
-        time.sleep(0.1)
-    raise TimeoutError("the RPC server does not answer")
+# Servers end with this process, not before: models are freed at its very end.
+_kept: list[Any] = []
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -138,8 +108,11 @@ def _device(request: pytest.FixtureRequest) -> Iterator[None]:
     from pykvcache._native import lib
 
     if kind == "rpc":
-        _connections.append(lib.Server(_serve_rpc(), 60.0))
-        _connections[-1].register()
+        from devices.rpc_kit import Served
+
+        _kept.append(Served())
+        _kept.append(lib.Server(_kept[0].endpoint, 60.0))
+        _kept[1].register()
     if lib.devices() == ["CPU"]:
         pytest.exit("--device: this build has no device but the CPU", 4)
     defaults = LlamaModel.__init__.__kwdefaults__

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from stores.servers import freeze
+from stores.servers import free_port, freeze
 
 _CHILD = """
 import sys, threading, os
@@ -97,12 +97,8 @@ class Served:
     """The CPU of another process; it ends with this one."""
 
     def __init__(self, port: int = 0) -> None:
-        if not port:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
-        self.port = port
-        self.endpoint = f"127.0.0.1:{port}"
+        self.port = port or free_port()
+        self.endpoint = f"127.0.0.1:{self.port}"
         self.process = subprocess.Popen(
             [sys.executable, "-c", _CHILD, self.endpoint],
             stdin=subprocess.PIPE,
@@ -110,7 +106,7 @@ class Served:
         )
         for _ in range(600):
             with socket.socket() as client:
-                if client.connect_ex(("127.0.0.1", port)) == 0:
+                if client.connect_ex(("127.0.0.1", self.port)) == 0:
                     return
             assert self.process.poll() is None, "the RPC server ended"
             time.sleep(0.05)
@@ -136,17 +132,7 @@ class Fault(Exception):
 
 
 class Proxy:
-    """Hands messages on, and fails at answer number `at` in the given way.
-
-    Parameters
-    ----------
-    port
-        Of the server behind it.
-    way
-        One of `WAYS`; None hands everything on.
-    at
-        How many answers are handed on before.
-    """
+    """Hands messages on, and fails at answer number `at` in the given way."""
 
     def __init__(self, port: int, way: str | None = None, at: int = 0) -> None:
         self.way, self.at = way, at

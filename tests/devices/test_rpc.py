@@ -22,13 +22,7 @@ import pytest
 
 from devices.rpc_kit import LEAVES, Served, has_rpc, seconds
 from kv.test_kv_values import with_rope_factors
-from pykvcache import (
-    BatchGenerator,
-    LlamaContext,
-    LlamaModel,
-    LlamaSequence,
-    PrefixCache,
-)
+from pykvcache import BatchGenerator, LlamaContext, LlamaModel, LlamaSequence, PrefixCache
 from pykvcache.errors import ClosedError, DeviceLost
 from support.models import EXACT, make_model
 
@@ -68,12 +62,7 @@ def open_on(path: Path, *servers: Served, timeout: float = SOON) -> LlamaContext
     layers = 99 if names else 0
     # A device of this machine would take layers, too, and compute otherwise than the CPU.
     model = LlamaModel(
-        path,
-        rpc=names,
-        rpc_timeout=timeout,
-        n_gpu_layers=layers,
-        devices=[],
-        tensor_split=split,
+        path, rpc=names, rpc_timeout=timeout, n_gpu_layers=layers, devices=[], tensor_split=split
     )
     return LlamaContext(model, **OPTIONS)
 
@@ -86,9 +75,6 @@ def logits_of(ctx: LlamaContext, tokens: Any, seq_id: int = 0) -> np.ndarray[Any
 def on_cpu(path: Path, tokens: Any) -> np.ndarray[Any, Any]:
     with open_on(path) as ctx:
         return logits_of(ctx, tokens)
-
-
-# Right -------------------------------------------------------------------------------------
 
 
 def test_layers_and_their_cells_lie_on_two_servers(
@@ -146,9 +132,6 @@ def test_two_threads_use_one_server(llama: Path, server: Served) -> None:
         for thread in threads:
             thread.join()
     assert found == [True] * 40
-
-
-# A server that fails -----------------------------------------------------------------------
 
 
 def check_lost(ctx: LlamaContext, endpoint: str) -> None:
@@ -262,8 +245,7 @@ def test_a_fork_leaves_the_parents_connections_alone(llama: Path, server: Served
 
 
 @pytest.mark.parametrize(
-    "way",
-    ["kill", "freeze-raise", pytest.param("freeze-cycle-thread", marks=pytest.mark.slow)],
+    "way", ["kill", "freeze-raise", pytest.param("freeze-cycle-thread", marks=pytest.mark.slow)]
 )
 def test_what_is_left_open_on_a_lost_server_ends_quietly(
     llama: Path, server: Served, other: Served, way: str

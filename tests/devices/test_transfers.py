@@ -43,7 +43,6 @@ def _hidden() -> Iterator[None]:
 
 
 def asked(work: Callable[[], Any]) -> tuple[int, int]:
-    """How many times devices were read and written meanwhile."""
     before = lib.transfers()
     work()
     after = lib.transfers()
@@ -51,7 +50,6 @@ def asked(work: Callable[[], Any]) -> tuple[int, int]:
 
 
 def scattered(ctx: LlamaContext, n: int = 24, seed: int = 3) -> None:
-    """Three sequences whose cells alternate, with holes where a fourth one was."""
     tokens = np.random.default_rng(seed).integers(5, 250, (n, 4)).astype(np.int32)
     for row in tokens:
         for seq_id in range(4):
@@ -60,7 +58,6 @@ def scattered(ctx: LlamaContext, n: int = 24, seed: int = 3) -> None:
 
 
 def contents(ctx: LlamaContext) -> list[bytes]:
-    """Everything that can be read of a context."""
     found = [ctx.get_state().tobytes(), *(ctx.get_state(s).tobytes() for s in range(3))]
     if ctx.native.has_state_part:
         found += [ctx.native.get_state_part(s).content.tobytes() for s in range(3)]
@@ -196,15 +193,12 @@ def test_runs_at_even_distances(even: bool, make_context: ContextFactory) -> Non
 
 
 def reads_even(ctx: LlamaContext) -> bool:
-    """Whether the cells lie on a device that copies in two dimensions by itself."""
     return ctx.memory_info.buffer_types[0].startswith(("CUDA", "Vulkan"))
 
 
 @pytest.mark.hazard("N85")
 @pytest.mark.skipif(PLAIN, reason="the plain build: llama.cpp's reader places cells")
-def test_a_full_device_takes_a_state_in_the_place_of_another(
-    make_context: ContextFactory,
-) -> None:
+def test_a_full_device_takes_a_state_in_the_place_of_another(make_context: ContextFactory) -> None:
     """Beside what a sequence holds where there is room, else over it."""
     ctx = make_context("llama", n_ctx=256, n_seq_max=2, **FLASH)
     tokens = np.random.default_rng(4).integers(5, 250, 200).astype(np.int32)
@@ -225,7 +219,6 @@ def test_a_full_device_takes_a_state_in_the_place_of_another(
 
 
 def make_long(make_context: ContextFactory, tokens: np.ndarray[Any, Any]) -> Any:
-    """A state of 200 cells of a context of the same kind."""
     other = make_context("llama", n_ctx=256, n_seq_max=2, **FLASH)
     other.decode(tokens)
     return other.get_state(0)

@@ -191,6 +191,8 @@ class Load:
         self.until = math.inf
         self._deliver = deliver
         self.is_cancelled = self._is_late = False
+        # The blocks whose window cells the resume point needs, and their tiers.
+        self._windows, self._where_windows = list[int](), list[Tier]()
         self._lock = threading.Lock()
 
     def start(self) -> None:
@@ -227,33 +229,40 @@ class Load:
 
     def _search(self) -> None:
         wanted, size = self.wanted, self.wanted.shape.block_size
-        spans = self._look()
-        depth = spans[-1][1].stop if spans else wanted.begin
+        keys = wanted.prompt.names[wanted.begin : wanted.n_blocks]
+        where = self._where(keys)
+        depth = wanted.begin + len(where)
         n, end = self._place(depth)
         if n <= wanted.known:
-            if spans and not wanted.shape.is_plain:
+            if where and not wanted.shape.is_plain:
                 part = "state" if wanted.shape.needs_state else "complete window"
                 self.obstacles.append(f"tiers have {depth * size:,} tokens, but no {part} of use")
-            elif not spans and not wanted.begin:
+            elif not where and not wanted.begin:
                 self.obstacles += filter(None, [tier.obstacle() for tier in self.tiers])
             return
-        found = Loaded(n, end=end)
+        found, blocks, windows = Loaded(n, end=end), range(wanted.begin, n // size), self._windows
         # Read both even if the first fails, so that damaged records of both kinds are removed.
-        has_all = [self._read_windows(found), self._read_attention(found, spans)]
-        if not all(has_all):
+        window_keys = wanted.window_keys(windows)
+        found.window = self._read(Kind.WINDOW, windows, window_keys, self._where_windows)
+        found.attention = self._read(Kind.ATTENTION, blocks, keys[: len(blocks)], where)
+        if len(found.attention) < len(blocks):
+            # A memory without windows and states resumes before the missing cells.
+            found.n, found.end = (wanted.begin + len(found.attention)) * size, None
+            if not wanted.shape.is_plain or found.n <= wanted.known:
+                return
+        if len(found.window) < len(windows):
             return
-        for tier, blocks in spans:
-            tier.notices.stored(wanted.prompt, [at for at in blocks if at in found.attention])
+        for tier in self.tiers:
+            new = [at for at, (_, one) in found.attention.items() if one is tier]
+            tier.notices.stored(wanted.prompt, new)
         self.found = found
 
-    def _look(self) -> list[tuple[Tier, range]]:
-        """Return each tier's span of attention blocks, which starts where the one before ends."""
-        spans, at = list[tuple[Tier, range]](), self.wanted.begin
+    def _where(self, keys: Sequence[bytes]) -> list[Tier]:
+        """Return the tier of each leading record; a tier continues where the one before ends."""
+        found = list[Tier]()
         for tier in self.tiers:
-            if n := tier.contains(self.wanted.prompt.names[at : self.wanted.n_blocks]):
-                spans.append((tier, range(at, at + n)))
-                at += n
-        return spans
+            found += [tier] * tier.contains(keys[len(found) :])
+        return found
 
     # Resume points ------------------------------------------------------------------------------
 
@@ -318,59 +327,29 @@ class Load:
 
     def _has_windows(self, n: int) -> int:
         """Return n if the tiers have the window before it, otherwise the end of the last gap."""
-        wanted, size = self.wanted, self.wanted.shape.block_size
-        missing = wanted.missing_windows(n)
-        keys = wanted.window_keys(missing)
-        there = max((tier.contains(keys) for tier in self.tiers), default=0) if keys else 0
-        return n if there == len(missing) else missing[there] * size
+        self._windows = missing = self.wanted.missing_windows(n)
+        self._where_windows = self._where(self.wanted.window_keys(missing))
+        there = len(self._where_windows)
+        return n if there == len(missing) else missing[there] * self.wanted.shape.block_size
 
     # Reading ------------------------------------------------------------------------------------
 
-    def _read_windows(self, found: Loaded) -> bool:
-        """Read the window cells that the result needs; return whether all were loaded."""
-        wanted, blocks = self.wanted, self.wanted.missing_windows(found.n)
-        for tier in self.tiers:
-            if not blocks:
-                break
-            keys = wanted.window_keys(blocks)
-            n = tier.contains(keys) if len(self.tiers) > 1 else len(keys)
-            read = self._read(tier, Kind.WINDOW, blocks[:n], keys[:n])
-            found.window.update((at, (cells, tier)) for at, cells in read)
-            blocks = blocks[len(read) :]
-        return not blocks
-
-    def _read_attention(self, found: Loaded, spans: Sequence[tuple[Tier, range]]) -> bool:
-        """Read the attention cells that the result needs, in order; return whether it is useful.
-
-        If some are missing, a memory without windows and states resumes before them.
-        """
-        wanted, size = self.wanted, self.wanted.shape.block_size
-        for tier, there in spans:
-            blocks = [at for at in there if at < found.n // size]
-            keys = [wanted.prompt.names[at] for at in blocks]
-            read = self._read(tier, Kind.ATTENTION, blocks, keys)
-            found.attention.update((at, (cells, tier)) for at, cells in read)
-            if len(read) < len(blocks):
-                found.n, found.end = (blocks[0] + len(read)) * size, None
-                return wanted.shape.is_plain and found.n > wanted.known
-        return True
-
     def _read(
-        self, tier: Tier, kind: Kind, blocks: Sequence[int], keys: Sequence[bytes]
-    ) -> list[tuple[int, Bytes]]:
-        """Read the leading run of intact blocks from one tier, in groups."""
+        self, kind: Kind, blocks: Sequence[int], keys: Sequence[bytes], where: Sequence[Tier]
+    ) -> dict[int, tuple[Bytes, Tier]]:
+        """Read the leading run of intact blocks, in groups."""
         wanted, n = self.wanted, self.wanted.shape.block_size
         size = n * wanted.shape.cell_bytes(kind)
         step = max(1, GROUP_BYTES // max(1, size))
-        found: list[tuple[int, Bytes]] = []
-        for begin in range(0, len(keys), step):
-            if self.is_cancelled:
-                break
-            part = keys[begin : begin + step]
+        found: dict[int, tuple[Bytes, Tier]] = {}
+        at = 0
+        while at < len(keys) and not self.is_cancelled:
+            tier, group = where[at], zip(keys[at : at + step], where[at:], strict=False)
+            part = [key for key, one in group if one is tier]
             read = [np.frombuffer(one, np.uint8) for one in tier.get(part, size, exact=True)]
             is_good = [wanted.is_good(kind, cells, n) for cells in read]
             n_good = is_good.index(False) if False in is_good else len(read)
-            found += zip(blocks[begin : begin + n_good], read, strict=False)
+            found |= {blocks[at + i]: (read[i], tier) for i in range(n_good)}
             if n_good < len(read):
                 # The checksum is valid, but the cells have another layout or contain NaN.
                 bad = [key for key, good in zip(part, is_good, strict=False) if not good]
@@ -378,4 +357,5 @@ class Load:
                 tier.discard(bad)
             if n_good < len(part):
                 break
+            at += len(part)
         return found

@@ -178,13 +178,6 @@ class BlockFiles:
                             found.add(key)
         return {key for key in found if len(key) == KEY_SIZE}
 
-    def all(self) -> Iterator[tuple[bytes, int, int]]:
-        """Yield key, size and last-use time in nanoseconds of every block."""
-        for key in sorted(self.keys()):
-            facts = self.stat(key)
-            if facts is not None:
-                yield key, facts.st_size, facts.st_mtime_ns
-
     def sweep(self) -> int:
         """Remove temporary files without a writer; return how many."""
         removed = 0
@@ -295,8 +288,9 @@ class FolderStore(BlockStore):
     def entries(self) -> Iterator[StoreEntry]:
         """Yield every block."""
         try:
-            for key, size, used in self._files.all() if self._is_open() else ():
-                yield StoreEntry(key, size, used / 1e9)
+            for key in sorted(self._files.keys()) if self._is_open() else ():
+                if (facts := self._files.stat(key)) is not None:
+                    yield StoreEntry(key, facts.st_size, facts.st_mtime_ns / 1e9)
         except OSError as error:
             self._failed(error)
 
@@ -305,9 +299,8 @@ class FolderStore(BlockStore):
     def put(self, items: Iterable[tuple[bytes, Buffer]]) -> int:
         """Write missing blocks; see `BlockStore.put`."""
         found = check_items(items)
-        none: list[_Block] = []
         with self._putting:  # so that blocks that another thread writes are stored on return
-            new = self._transact(lambda rows: self._reserve(rows, found), none)
+            new = self._transact(lambda rows: self._reserve(rows, found), list[_Block]())
             n_written = self._write(new)
             if new:
                 self._transact(lambda rows: self._settle(rows, new), None)
@@ -368,14 +361,13 @@ class FolderStore(BlockStore):
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark blocks as used now, in one transaction; see `BlockStore.touch`."""
         keys = list(dict.fromkeys(check_keys(keys)))
-        none: list[tuple[bytes, int]] = []
-        for key, used in self._transact(lambda rows: self._use(rows, keys), none):
-            self._files.set_used(key, used)
 
-    @staticmethod
-    def _use(rows: Rows, keys: list[bytes]) -> list[tuple[bytes, int]]:
-        now = rows.now(len(keys))
-        return [(key, now - i) for i, key in enumerate(keys) if rows.use(key, now - i)]
+        def use(rows: Rows) -> list[tuple[bytes, int]]:
+            now = rows.now(len(keys))
+            return [(key, now - i) for i, key in enumerate(keys) if rows.use(key, now - i)]
+
+        for key, used in self._transact(use, list[tuple[bytes, int]]()):
+            self._files.set_used(key, used)
 
     def trim(self, max_bytes: int) -> list[bytes]:
         """Remove the least recently used blocks, in all processes; see `BlockStore.trim`."""
@@ -401,15 +393,16 @@ class FolderStore(BlockStore):
     def discard(self, keys: Sequence[bytes]) -> int:
         """Remove blocks; see `BlockStore.discard`."""
         keys = check_keys(keys)
-        return self._transact(lambda rows: self._remove(rows, keys), 0)
 
-    def _remove(self, rows: Rows, keys: list[bytes]) -> int:
-        removed = 0
-        for key in keys:
-            removed += self._files.remove(key)
-            rows.remove(key)
-        self.counters.add(removed=removed)
-        return removed
+        def remove(rows: Rows) -> int:
+            removed = 0
+            for key in keys:
+                removed += self._files.remove(key)
+                rows.remove(key)
+            self.counters.add(removed=removed)
+            return removed
+
+        return self._transact(remove, 0)
 
     # The index --------------------------------------------------------------------------
 

@@ -49,12 +49,8 @@ def as_map(event: CacheEvent) -> dict[str, Any]:
         "parent_block_hash": None if parent is None else _low(parent),
         "token_ids": list(event.token_ids),
         "block_size": event.block_size,
-        "lora_id": None,
         "medium": event.medium,
-        "lora_name": None,
-        "extra_keys": None,
-        "group_idx": None,
-        "kv_cache_spec_kind": None,
+        **dict.fromkeys(("lora_id", "lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind")),
     }
 
 

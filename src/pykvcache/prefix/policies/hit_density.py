@@ -90,8 +90,9 @@ class HitDensity(Policy):
         life.group = (2 * has_cells + life.passed) * _USES + uses
 
     def _end(self, life: _Life, how: int) -> None:
-        place = (how * _CLASSES + life.group) * _BUCKETS
-        self._new.append(place + _bucket(self._now - life.began))
+        if not life.is_over:
+            place = (how * _CLASSES + life.group) * _BUCKETS
+            self._new.append(place + _bucket(self._now - life.began))
 
     def _tick(self, now: int) -> None:
         self._now = max(self._now, now)
@@ -107,7 +108,7 @@ class HitDensity(Policy):
             ghost = self._ghosts.pop(one.chunk_key(), None)
             if ghost is not None:
                 life.uses = ghost.uses + 1
-                self._end_ghost(ghost, _USED)
+                self._end(ghost, _USED)
         self._begin(life, one)
 
     @property
@@ -163,17 +164,13 @@ class HitDensity(Policy):
             life.is_over = True
         key = one.chunk_key(one.n_tokens - n_tokens)  # of the first evicted chunk
         if (older := self._ghosts.pop(key, None)) is not None:
-            self._end_ghost(older, _UNUSED)
+            self._end(older, _UNUSED)
         self._ghosts[key] = life
         most = self._ghosts_per_leaf * (sum(map(len, self._leaves.values())) + 64)
         if self.max_notes is not None:
             most = min(most, self.max_notes // _GHOST_BYTES)
         while len(self._ghosts) > most:
-            self._end_ghost(self._ghosts.popitem(last=False)[1], _UNUSED)
-
-    def _end_ghost(self, ghost: _Life, how: int) -> None:
-        if not ghost.is_over:
-            self._end(ghost, how)
+            self._end(self._ghosts.popitem(last=False)[1], _UNUSED)
 
     # Choosing a victim --------------------------------------------------------------------------
 

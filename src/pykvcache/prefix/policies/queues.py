@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 
 from pykvcache.prefix.node import Component
@@ -144,11 +145,8 @@ class S3FIFO(Policy):
         key = one.chunk_key(one.n_tokens - n_tokens)
         self._ghost_bytes += size - self._ghosts.pop(key, 0)
         self._ghosts[key] = size
-        most = self._budget
-        while self._ghosts and (
-            self._ghost_bytes > most
-            or (self.max_notes is not None and self.n_bytes > self.max_notes)
-        ):
+        most = math.inf if self.max_notes is None else self.max_notes
+        while self._ghosts and (self._ghost_bytes > self._budget or self.n_bytes > most):
             self._ghost_bytes -= self._ghosts.popitem(last=False)[1]
 
     def evictable(self, one: Component) -> None:

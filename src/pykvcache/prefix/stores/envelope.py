@@ -80,17 +80,6 @@ def _find_xxh3() -> Callable[[], Any] | None:
     return found
 
 
-def _find_aes() -> tuple[Any, type[Exception]]:
-    try:
-        from cryptography.exceptions import InvalidTag
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-    except ImportError as error:
-        raise ImportError(
-            f"a secret needs cryptography: {how_to_install('crypto')} ({error})"
-        ) from error
-    return AESGCM, InvalidTag
-
-
 class Envelope:
     """Seals blocks of one model and layout, and opens only those.
 
@@ -147,7 +136,14 @@ class Envelope:
                     value=len(secret),
                     limit=MIN_SECRET,
                 )
-            self._aes, self._invalid = _find_aes()
+            try:
+                from cryptography.exceptions import InvalidTag
+                from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+            except ImportError as error:
+                text = f"a secret needs cryptography: {how_to_install('crypto')} ({error})"
+                raise ImportError(text) from error
+            self._aes: Any = AESGCM
+            self._invalid: type[Exception] = InvalidTag
             self._secret = secret
             self._kind = _ENCRYPTED if encrypt else _SIGNED
         self.check = {1: "xxh3-128", 2: "sha256", 3: "aes-256-gcm", 4: "aes-256-gmac"}[self._kind]

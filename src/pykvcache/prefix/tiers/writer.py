@@ -193,7 +193,10 @@ class Writer:
             if is_first:
                 self._note_use(chain.uses)
             if self._uses and (items or self._is_touch_due()):
-                self._touch()  # before the write, which might otherwise evict the path's beginning
+                # Before the write, which might otherwise evict the path's beginning. In one call,
+                # the most recent key first.
+                paths, self._uses = reversed(self._uses), {}
+                self.tier.touch(list(dict.fromkeys(itertools.chain.from_iterable(paths))))
             if items:
                 self.tier.put(items, chain.prompt)
                 if is_last:
@@ -223,10 +226,6 @@ class Writer:
         if self._is_closed or self._n_waiting or time.monotonic() >= self._touch_at:
             return True
         return sum(map(len, self._uses)) > _TOUCH_KEYS
-
-    def _touch(self) -> None:
-        paths, self._uses = reversed(self._uses), {}
-        self.tier.touch(list(dict.fromkeys(itertools.chain.from_iterable(paths))))
 
     def _is_urgent(self) -> bool:
         """Return whether a flush waits or the queue is large. The caller holds the lock."""

@@ -166,11 +166,6 @@ class PrefixCache(Closing):
             recurrent states are saved there.
         priority
             Priority of the sequence's tokens in the cache: lower ones are evicted first.
-
-        Raises
-        ------
-        TypeError, ValueError
-            An argument is invalid, or a boundary is beyond the prompt.
         """
         if type(priority) is not int or abs(priority) >= 2**31:
             priority = as_int(priority, "priority", -(2**31), 2**31 - 1)

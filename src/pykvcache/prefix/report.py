@@ -65,8 +65,8 @@ class CacheStats:
 
     Attributes
     ----------
-    requests
-        Number of requested sequences.
+    requests, hits
+        Number of requested sequences, and of those that reused at least one token.
     n_tokens, live, ram, disk, remote, evaluated
         Sums over their `ReuseReport`.
     ram_bytes, ram_blocks, ram_checkpoints
@@ -78,8 +78,6 @@ class CacheStats:
         Number of blocks stored and removed.
     tiers
         Counters of each tier, in the order of ``tiers``.
-    hits
-        Number of requests that reused at least one token.
     """
 
     requests: int

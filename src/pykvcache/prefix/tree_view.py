@@ -21,41 +21,19 @@ _TEXT_TOKENS, _LETTERS = 20, 40
 
 @dataclass(frozen=True)
 class TreeNode:
-    """A node of the view: a run of tokens after those of its parent.
-
-    Attributes
-    ----------
-    depth
-        Number of its ancestors.
-    start, n_tokens
-        Position of its first token, and number of its tokens.
-    n_blocks
-        Number of full blocks that end in this node; 0 for a tail shorter than a block.
-    n_bytes
-        Bytes of its components: cells, window cells, state and logits.
-    uses
-        Number of later prompts that used these tokens.
-    is_held
-        Whether a live sequence or a pin holds it or a node below it.
-    has_checkpoint
-        Whether a recurrent state is cached at its end.
-    text
-        The beginning of its text.
-    n_window
-        Number of its last tokens whose window cells are cached.
-    """
+    """A node of the view: a run of tokens after those of its parent."""
 
     namespace: str
-    depth: int
-    start: int
+    depth: int  # number of its ancestors
+    start: int  # position of its first token
     n_tokens: int
-    n_blocks: int
-    n_bytes: int
-    uses: int
-    is_held: bool
-    has_checkpoint: bool
-    text: str
-    n_window: int = 0
+    n_blocks: int  # full blocks that end in this node; 0 for a tail shorter than a block
+    n_bytes: int  # of its cells, window cells, state and logits
+    uses: int  # number of later prompts that used these tokens
+    is_held: bool  # whether a live sequence or a pin holds it or a node below it
+    has_checkpoint: bool  # whether a recurrent state is cached at its end
+    text: str  # the beginning of its text
+    n_window: int = 0  # number of its last tokens whose window cells are cached
 
 
 @dataclass(frozen=True)

@@ -63,16 +63,11 @@ class StoreCounters:
         Blocks that were removed to make room, or by `trim` and `discard`.
     bytes_read, bytes_written : int
         Bytes of the blocks read and written.
-    too_large : int
-        Blocks larger than the store or the buffer.
-    full : int
-        Blocks that were not stored because the disk or the server is full.
-    denied : int
-        Requests that the server or the file system denied.
-    failed, timed_out : int
-        Requests that ended with another error, or were not answered in time.
-    skipped : int
-        Requests that were not made because earlier ones had failed.
+    too_large, full : int
+        Blocks larger than the store or the buffer; not stored because the disk is full.
+    denied, failed, timed_out, skipped : int
+        Requests that were denied, ended with another error, were not answered in time, or were not
+        made because earlier ones had failed.
     rejected : int
         Blocks whose check failed after reading: damaged, truncated, foreign or forged.
     rebuilt, swept : int
@@ -115,19 +110,11 @@ class StoreCounters:
 
 @dataclasses.dataclass(frozen=True)
 class StoreEntry:
-    """One block of a store.
-
-    Attributes
-    ----------
-    size : int
-        Its bytes, including the store's overhead if that is known.
-    used : float
-        Time of its last use, Unix time in seconds.
-    """
+    """One block of a store."""
 
     key: bytes
-    size: int
-    used: float
+    size: int  # its bytes, including the store's overhead if that is known
+    used: float  # time of its last use, Unix time in seconds
 
 
 class BlockStore(ABC):

@@ -59,49 +59,27 @@ Sink: TypeAlias = Callable[[CacheEvent | Stored], object]
 class TierStats:
     """Counters of one tier since the cache was created. They count records unless stated otherwise.
 
-    Attributes
-    ----------
-    medium
-        ``"disk"`` or ``"remote"``.
-    store
-        The store's ``repr``.
-    read, read_bytes
-        Records read, and their bytes.
-    written, written_bytes
-        Records stored that the store lacked, and their bytes.
-    pending, pending_bytes
-        Records queued for writing, and their bytes.
-    dropped
-        Records not written because the queue was full.
-    rejected
-        Records whose check failed: damaged, truncated, foreign or forged.
-    refused
-        Records that are intact but hold values such as NaN.
-    failed, timed_out, skipped
-        Requests that failed, were not answered in time, or were not made because others failed.
-    too_slow
-        Prompts for which the tier was not read because evaluating them is faster.
-    full, denied
-        Records not written because the disk or the server is full, or denies access.
+    ``rejected`` are damaged, truncated, foreign or forged; ``refused`` are intact, but hold values
+    such as NaN.
     """
 
-    medium: str
-    store: str
+    medium: str  # "disk" or "remote"
+    store: str  # the store's repr
     read: int = 0
     read_bytes: int = 0
-    written: int = 0
+    written: int = 0  # records that the store lacked
     written_bytes: int = 0
-    pending: int = 0
+    pending: int = 0  # records queued for writing
     pending_bytes: int = 0
-    dropped: int = 0
+    dropped: int = 0  # not written because the queue was full
     rejected: int = 0
     refused: int = 0
-    failed: int = 0
-    timed_out: int = 0
-    skipped: int = 0
-    too_slow: int = 0
-    full: int = 0
-    denied: int = 0
+    failed: int = 0  # requests
+    timed_out: int = 0  # requests
+    skipped: int = 0  # requests not made because others had failed
+    too_slow: int = 0  # prompts that are evaluated faster than the tier is read
+    full: int = 0  # not written because the disk or the server is full
+    denied: int = 0  # not written because it denies access
 
 
 class Tier:
@@ -129,9 +107,6 @@ class Tier:
         self._known: OrderedDict[bytes, float] = OrderedDict()
         self._obstacle: str | None = None  # unknown until the store is sampled
         self._lock = threading.Lock()
-
-    def __repr__(self) -> str:
-        return f"<Tier: {self.sealed.store!r}>"
 
     # Reading --------------------------------------------------------------------------------
 

@@ -3,9 +3,8 @@
 ===================  =============================================================================
 `cache.py`           `PrefixCache`: the public class; `arguments.py` checks what users pass
 `core.py`            `CacheCore`: the flow of a request, from lookup to storing
-`sequence.py`        `CachedSequence`; `Request`: the cache's record of a sequence
+`sequence.py`        `CachedSequence`; `Request`: the cache's record of one; what it can store
 `lookup.py`          finds the longest cached prefix; decides whether to fork or restore it
-`admission.py`       what a closing sequence can store; where it saves states
 `block_cache.py`     `BlockCache`: the tree with its budget; one change at a time; pins
 `tree.py`            `PrefixTree`: the radix tree and its eviction; `tree_view.py` shows it
 `node.py`            `Node` and `Component`: attention cells, window cells, a state

@@ -1,4 +1,4 @@
-"""CacheCore: the flow of a request through a prefix cache, from lookup to admission."""
+"""CacheCore: the flow of a request through a prefix cache, from lookup to storing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import SupportsIndex
 from pykvcache._arguments import TokenInput
 from pykvcache.context import LlamaContext
 from pykvcache.errors import ArgumentError, ClosedError, DeviceLost, KvCacheError
-from pykvcache.prefix.admission import BlockCheckpoints, LiveCells
 from pykvcache.prefix.arguments import TierInput, as_boundaries, as_namespace
 from pykvcache.prefix.block_cache import BlockCache
 from pykvcache.prefix.block_hash import (
@@ -29,7 +28,7 @@ from pykvcache.prefix.node import EndState
 from pykvcache.prefix.policies import Policy
 from pykvcache.prefix.prefetch import Prefetch, Prefetches
 from pykvcache.prefix.report import COUNTED, ReuseReport
-from pykvcache.prefix.sequence import CachedSequence, Request
+from pykvcache.prefix.sequence import CachedSequence, LiveCells, Request
 from pykvcache.prefix.tier_link import CLOSE_SECONDS, TierLink
 from pykvcache.prefix.tiers.loader import Load, Loaded
 from pykvcache.prefix.tiers.writer import Writer
@@ -89,16 +88,10 @@ class CacheCore:
             n_row=context.model.n_vocab if keep_logits else 0,
         )
         self._namespace = namespace
-        self._checkpoints = BlockCheckpoints(
-            checkpoint_bytes,
-            memory.spacing,
-            block_size,
-            memory.shape.needs_state,
-            memory.n_window_cells,
-        )
+        self._checkpoints = memory.checkpoints(checkpoint_bytes)
         self._n_vocab, self._native = context.model.n_vocab, context.native
         self._adapters = set[bytes]()  # digests of all adapter sets used so far
-        self._lookup = PromptLookup(context.model, memory, self.blocks, self.live, self._adapters)
+        self._lookup = PromptLookup(context.model, self.blocks, self.live, self._adapters)
         self._prefetches = Prefetches()
         self._is_closed = False
         if self.has_tiers:
@@ -212,12 +205,9 @@ class CacheCore:
 
     def _source(self, request: Request, n: int) -> LiveCells | None:
         """Return the source of a request's cells; None if RAM has them or they are unreadable."""
-        cells = request.cells
-        if cells.seq_id is None:
-            tokens = cells.ledger.part(0, n).tobytes()
-            match = self.blocks.tree.match(tokens, request.space)
-            if self.blocks.tree.resume(match, n).n == n:
-                return None
+        cells, ledger, space = request.cells, request.cells.ledger, request.space
+        if cells.seq_id is None and self._known(ledger.part(0, n).tobytes(), space) == n:
+            return None
         try:
             cells.attach()
         except (KvCacheError, MemoryError):
@@ -298,7 +288,7 @@ class CacheCore:
         with self.pool:
             if self.is_closed:
                 return
-            known = self._known(one)
+            known = self._known(one.tokens, one.namespace)
             load = self.link.prefetch(one.tokens, one.namespace, known)
         one.load = load
         if not one.is_cancelled:
@@ -306,10 +296,11 @@ class CacheCore:
         with self.pool:
             if not self.is_closed and not one.is_cancelled and load.found.n:
                 self.link.keep(load)
-                one.n_tokens = max(0, self._known(one) - known)
+                one.n_tokens = max(0, self._known(one.tokens, one.namespace) - known)
 
-    def _known(self, one: Prefetch) -> int:
-        match = self.blocks.tree.match(one.tokens, one.namespace)
+    def _known(self, tokens: bytes, space: str) -> int:
+        """Return after how many tokens of a prompt RAM can resume."""
+        match = self.blocks.tree.match(tokens, space)
         return self.blocks.tree.resume(match, match.n).n
 
     # Maintenance ----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from pykvcache.model import LlamaModel
 from pykvcache.prefix.block_cache import BlockCache
 from pykvcache.prefix.block_hash import space_of
 from pykvcache.prefix.match import Match, Resume
-from pykvcache.prefix.memory import CacheMemory, Cells
+from pykvcache.prefix.memory import Cells
 from pykvcache.prefix.node import Kind
 from pykvcache.prefix.report import BEFORE, Difference, Reason, ReuseReport
 from pykvcache.prefix.sequence import Request
@@ -90,14 +90,12 @@ class PromptLookup:
     def __init__(
         self,
         model: LlamaModel,
-        memory: CacheMemory,
         blocks: BlockCache,
         live: Iterable[Request],
         adapters: Set[bytes],
     ) -> None:
-        self._model, self._memory, self._blocks, self._live = model, memory, blocks, live
-        self._adapters = adapters
-        shape = memory.shape
+        self._model, self._blocks, self._live, self._adapters = model, blocks, live, adapters
+        shape = blocks.shape
         self._part = "state" if shape.needs_state else "window" if shape.window_start else ""
 
     def begin(self, request: Request) -> None:
@@ -157,10 +155,9 @@ class PromptLookup:
                 return True
             cells.release()  # no sequence id was free, and the parked state is not truncatable
         if stored.n:
-            cells.state = PutBack(
-                partial(self._memory.put, cells=stored),
-                self._memory.least_cut(stored) if self._part else 0,
-            )
+            memory = self._blocks.memory
+            least = memory.least_cut(stored) if self._part else 0
+            cells.state = PutBack(partial(memory.put, cells=stored), least)
             cells.ledger.n_evaluated = stored.n
             if stored.state is not None:
                 cells.points.add_state(stored.n, stored.state)

@@ -21,9 +21,10 @@ from pykvcache.prefix.block_hash import root_name, split_space
 from pykvcache.prefix.match import Chunk
 from pykvcache.prefix.node import Kind, MemoryShape
 from pykvcache.prefix.stores import Envelope
+from pykvcache.sequence.checkpoints import CheckpointPolicy
 from pykvcache.state.layout import BLOCK_PARTS
 
-__all__ = ["BufferPool", "CacheMemory", "Cells"]
+__all__ = ["BlockCheckpoints", "BufferPool", "CacheMemory", "Cells"]
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -48,6 +49,35 @@ class Cells:
     state: Any = None  # the recurrent state, if the memory has one
 
 
+@dataclass(frozen=True)
+class BlockCheckpoints(CheckpointPolicy):
+    """Checkpoints where prompts are likely to resume.
+
+    States are saved after the last full block of each prompt, and 1, 3, 7, 15... blocks before it.
+    """
+
+    block_size: int = 64
+    needs_state: bool = False
+    n_window: int = 1 << 31  # a prompt of at most this many tokens keeps all its window cells
+
+    @property
+    def chunk(self) -> int:
+        """Tokens per chunk of window cells."""
+        return self.block_size
+
+    def next_stop(self, begin: int, end: int) -> int:
+        """Return where to pause next: every ``spacing`` tokens, and more often near the end."""
+        if not self.max_bytes or (not self.needs_state and end <= self.n_window):
+            return end
+        block = self.block_size
+        stops = [super().next_stop(begin, end) // block * block]
+        if self.needs_state:
+            n_blocks = end // block
+            before = (n_blocks - 2**k + 1 for k in range(n_blocks.bit_length() + 1))
+            stops += [block * n for n in before]
+        return min([n for n in stops if begin < n < end], default=end)
+
+
 class CacheMemory:
     """Reads and writes cells and states of llama.cpp's memory; no other module of a cache does.
 
@@ -57,7 +87,6 @@ class CacheMemory:
     def __init__(self, context: LlamaContext, block_size: int, ram_bytes: int) -> None:
         self._ctx, self._native = context, context.native
         native = self._native
-        self.has_layout = native.has_layout
         self.layouts = {kind: native.block_layout(part) for kind, part in _PARTS.items()}
         attention, window = (layout.cell_bytes for layout in self.layouts.values())
         self._has_cells = attention + window > 0
@@ -74,19 +103,23 @@ class CacheMemory:
             chunk_bytes=_CHUNK_BYTES,
             split=self._split,
         )
-        #: Number of window cells of the context.
-        self.n_window_cells = 1 << 31
+        self._n_window_cells = 1 << 31
         if window:
             layout = native.state_layout("PrefixCache")
             cells = [int(part["n_cells"]) for part in layout if part["part"] == "window"]
-            self.n_window_cells = min(cells)
-        #: Tokens between checkpoints: so few that no window cells are lost in between.
-        room = self.n_window_cells - n_swa
-        self.spacing = max(min(_SPACING, room) // block_size, 1) * block_size
+            self._n_window_cells = min(cells)
+        # Tokens between checkpoints: so few that no window cells are lost in between.
+        room = self._n_window_cells - n_swa
+        self._spacing = max(min(_SPACING, room) // block_size, 1) * block_size
         most = min(ram_bytes // 8, _MOST_FREE)
         overhead = Envelope.overhead  # of a block that comes from a tier
         sizes = [max(1, block_size * cell + overhead) for cell in (attention, window)]
         self._pools = [BufferPool(size, most // 2) for size in sizes]
+
+    def checkpoints(self, max_bytes: int) -> BlockCheckpoints:
+        """Return where live sequences save checkpoints."""
+        size, needs_state = self.shape.block_size, self.shape.needs_state
+        return BlockCheckpoints(max_bytes, self._spacing, size, needs_state, self._n_window_cells)
 
     # Buffers ------------------------------------------------------------------------------------
 
@@ -211,7 +244,7 @@ class CacheMemory:
         ctx = self._ctx
         fingerprint = ctx.fingerprint
         parts: Any
-        if not self.has_layout:
+        if not self._native.has_layout:
             parts = ctx.memory_info  # nothing leaves this context
         elif self.shape.is_plain:
             parts = [(part.to_json(), None) for part in ctx._layouts]
@@ -232,16 +265,12 @@ class CacheMemory:
 
     def state_bytes(self) -> int:
         """Return the approximate bytes of a sequence's recurrent state."""
-        if not self.has_layout or not self.shape.needs_state:
-            return 0
         parts = self._native.state_layout("PrefixCache")
         return sum(row[4] for part in parts if part["part"] == "recurrent" for row in part["rows"])
 
     def tail_bytes(self) -> int:
         """Return an upper bound on the bytes of a tail record without its cells."""
         size = 4096 + 4 * self._ctx.model.n_vocab
-        if not self.has_layout:
-            return size
         for part in self._native.state_layout("PrefixCache"):
             if part["part"] not in (*BLOCK_PARTS, "window"):
                 per_cell = 64 + sum(row[4] for row in part["rows"])

@@ -60,7 +60,7 @@ def _least_seconds(ctx: LlamaContext) -> float:
 
 
 class _LoadedCells:
-    """Cells loaded from tiers, as an `admission.Source`."""
+    """Cells loaded from tiers, as a `Source`."""
 
     def __init__(self, memory: CacheMemory, found: Loaded) -> None:
         self._memory, self._found = memory, found

@@ -134,7 +134,7 @@ def test_a_clear_forgets_what_waits(make_context: Make) -> None:
 
 def test_arguments_are_checked(make_context: Make, tmp_path: Path) -> None:
     ctx = make_context("llama")
-    with pytest.raises(TypeError, match="tiers is a list"):
+    with pytest.raises(TypeError, match="tiers must be a list"):
         PrefixCache(ctx, tiers=str(tmp_path))
     with pytest.raises(StoreError):
         PrefixCache(ctx, tiers=["nothing://of/the/kind"])

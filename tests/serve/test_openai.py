@@ -33,6 +33,7 @@ def test_a_repeated_prompt_is_cached_but_for_its_last_token(client: Any) -> None
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_stream_has_the_text_of_the_whole_answer(client: Any, n: int) -> None:
     options = {"model": "stories", "messages": PROMPT, "max_tokens": 12, "seed": 7, "n": n}
+    client.chat.completions.create(**options)  # both below reuse its prefix, and round alike
     whole = client.chat.completions.create(**options)
     texts, reasons = [""] * n, [None] * n
     usage = None
@@ -47,6 +48,13 @@ def test_a_stream_has_the_text_of_the_whole_answer(client: Any, n: int) -> None:
     assert texts == [choice.message.content for choice in whole.choices]
     assert reasons == ["length"] * n
     assert usage.completion_tokens == 12 * n
+
+
+def test_an_unlimited_answer_ends_at_the_trained_length(client: Any) -> None:
+    story = [{"role": "user", "content": "Once upon a time " * 240}]
+    answer = client.chat.completions.create(model="stories", messages=story, temperature=0)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.total_tokens == 1024
 
 
 def test_stop_strings_end_the_answer_before_them(client: Any) -> None:

@@ -99,7 +99,8 @@ class Job:
     prompts
         Tokens of one prompt or several; int32, shape (n,) each.
     max_tokens
-        Tokens to generate at most, per sample; None: until the end, or until the context is full.
+        Tokens to generate at most, per sample; None: until the model ends its text, or prompt and
+        text reach the model's trained length or the end of the context.
     sampler
         Copied for each sample.
     n
@@ -396,11 +397,14 @@ class Engine:
             options["namespace"] = job.namespace
             options["keep"] = job.keep
             options["boundaries"] = job.boundaries
+        trained = self.llm.model.n_ctx_train
         try:
             for tokens in job.prompts:
                 limit = self.n_ctx - len(tokens)
                 if job.max_tokens is not None:
                     limit = min(limit, job.max_tokens)
+                elif len(tokens) < trained:  # beyond it, the text degrades
+                    limit = min(limit, trained - len(tokens))
                 prompt: Any = tokens if job.use_cache else LlamaSequence(self.llm.context, tokens)
                 found = self.llm.generator.submit(prompt, limit, job.sampler, **options)
                 handles += found if isinstance(found, list) else [found]

@@ -28,6 +28,8 @@ from pykvcache.errors import (
     ModelLoadError,
     StoreError,
 )
+from pykvcache.prefix.node import Component
+from pykvcache.prefix.policies import ByPriority
 from support.chat_formats import WEATHER
 from support.models import make_model
 
@@ -412,6 +414,20 @@ def test_adapters_are_passed_on(model_folder: Path, tmp_path: Path) -> None:
             a, b = (one.generate([prompt], max_tokens=8)[0] for one in (plain, other))
             assert a.tokens.tolist() != b.tokens.tolist()
             assert other.context.adapters == ((adapter, 1.0),)
+
+
+def test_a_policy_of_your_own_chooses_the_victims() -> None:
+    class Newest(ByPriority):
+        def priority(self, component: Component) -> float:
+            asked.append(component)
+            return -component.start
+
+    asked: list[Component] = []
+    with LLM(embedded_model_path(), n_ctx=512, policy=Newest()) as llm:
+        llm.generate("Lucy has a red kite.", max_tokens=2)
+    assert asked
+    with pytest.raises(ArgumentError, match="no policy 'best'"):
+        LLM(embedded_model_path(), n_ctx=512, policy="best")
 
 
 def test_layers_go_to_gpus_where_the_build_has_any(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ from pykvcache.openai_format import (
     usage_of,
 )
 from pykvcache.prefix.cache import PrefixCache
+from pykvcache.prefix.policies import DEFAULT, Policy
 from pykvcache.prefix.report import ReuseReport
 from pykvcache.prefix.sequence import CachedSequence
 from pykvcache.prefix.stores import FolderStore
@@ -159,6 +160,8 @@ class LLM(Closing):
     ram_bytes
         Bytes of RAM for the prefix cache. Default: an eighth of the machine's free memory,
         at least 64 MiB and at most 4 GiB.
+    policy
+        Eviction policy of the prefix cache, as in `PrefixCache`.
     namespace
         Namespace of the prefixes; namespaces share nothing.
     secret
@@ -196,6 +199,7 @@ class LLM(Closing):
         n_parallel: SupportsIndex = 8,
         n_gpu_layers: SupportsIndex | None = None,
         ram_bytes: SupportsIndex | None = None,
+        policy: str | Policy = DEFAULT,
         namespace: str = "",
         secret: bytes | str | None = None,
         tier_seconds: float | None = None,
@@ -225,6 +229,7 @@ class LLM(Closing):
                 self._cache = PrefixCache(
                     self._ctx,
                     ram_bytes=ram_bytes,
+                    policy=policy,
                     namespace=namespace,
                     tiers=as_tiers(cache, folder_bytes),
                     secret=secret,

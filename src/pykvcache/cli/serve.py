@@ -29,6 +29,7 @@ from pykvcache.cli.options import (
     threads_option,
 )
 from pykvcache.llm import as_tiers, is_folder
+from pykvcache.prefix.policies import DEFAULT, POLICIES
 
 __all__ = ["serve"]
 
@@ -82,6 +83,12 @@ http://127.0.0.1:8080/ shows the cache in a browser.
     "Size of the prefix cache in RAM. Default: an eighth of the free memory, at most 4 GiB.",
     type=number(0, 2**32),
     metavar="MIB",
+)
+@option(
+    "--policy",
+    "Eviction policy of the prefix cache in RAM.",
+    type=click.Choice(list(POLICIES)),
+    default=DEFAULT,
 )
 @option(
     "--tier-seconds",
@@ -217,6 +224,7 @@ def serve(
     context = {name: options[name] for name in names}
     context.update(
         n_parallel=options["parallel"],
+        policy=options["policy"],
         n_threads=options["threads"],
         adapters=[*options["lora"], *options["lora_scaled"]],
         cache=list(tiers),

@@ -202,7 +202,7 @@ def test_times_are_numbers_of_any_size(kind: type[BlockStore], name: str) -> Non
         with pytest.raises(StoreError, match=f"{name} is .*: it must be above 0 and at most 3600"):
             make(url, **{name: wrong})
     for wrong in (None, True, "1", 1j):
-        with pytest.raises(TypeError, match=f"{name} is a number, not"):
+        with pytest.raises(TypeError, match=f"{name} must be a number, not"):
             make(url, **{name: wrong})
 
 

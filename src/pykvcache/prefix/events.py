@@ -186,22 +186,20 @@ class EventLog:
             call()
 
     def __iter__(self) -> Iterator[CacheEvent]:
-        while (event := self._next()) is not None:
+        event: CacheEvent | Stored
+        while True:
+            with self._lock:
+                if self._has_gap:
+                    self._has_gap, event = False, AllBlocksCleared()
+                elif self._events:
+                    event, size = self._events.popleft()
+                    self._nbytes -= size
+                else:
+                    return
             yield _public(event)
 
     def __len__(self) -> int:
         return len(self._events) + self._has_gap
-
-    def _next(self) -> CacheEvent | Stored | None:
-        with self._lock:
-            if self._has_gap:
-                self._has_gap = False
-                return AllBlocksCleared()
-            if not self._events:
-                return None
-            event, size = self._events.popleft()
-            self._nbytes -= size
-            return event
 
     def add(self, event: CacheEvent | Stored) -> None:
         """Queue an event, and call the subscribers."""

@@ -13,6 +13,7 @@ several times slower.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import hashlib
 import hmac
@@ -71,15 +72,6 @@ class Rejection(enum.Enum):
     """Checked with XXH3, and xxhash is not installed."""
 
 
-def _find_xxh3() -> Callable[[], Any] | None:
-    try:
-        import xxhash
-    except ImportError:
-        return None
-    found: Callable[[], Any] = xxhash.xxh3_128
-    return found
-
-
 class Envelope:
     """Seals blocks of one model and layout, and opens only those.
 
@@ -123,7 +115,11 @@ class Envelope:
         self.memory = fresh if memory is None else memory
         self._model = hashlib.sha256(_bytes(model, "model")).digest()[:16]
         self._layout = hashlib.sha256(_bytes(layout, "layout")).digest()[:16]
-        self._xxh3 = _find_xxh3()
+        self._xxh3: Callable[[], Any] | None = None
+        with contextlib.suppress(ImportError):
+            import xxhash
+
+            self._xxh3 = xxhash.xxh3_128
         self._secret = b""
         if secret is None:
             self._kind = _SHA256 if self._xxh3 is None else _XXH3

@@ -91,7 +91,9 @@ class FolderIndex:
             except Exception as error:
                 if not self._is_damage(error):
                     raise
-                self._remove()
+                for suffix in ("", "-journal", "-wal", "-shm"):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(self._path + suffix)
                 raise sqlite3.DatabaseError(f"the index is damaged: {error}") from error
 
     def _is_damage(self, error: Exception) -> bool:
@@ -104,11 +106,6 @@ class FolderIndex:
         return not isinstance(error, sqlite3.OperationalError) or not any(
             reason in text for reason in _NO_DAMAGE
         )
-
-    def _remove(self) -> None:
-        for suffix in ("", "-journal", "-wal", "-shm"):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path + suffix)
 
     def n_bytes(self) -> int:
         """Return the bytes of the index itself on the disk."""

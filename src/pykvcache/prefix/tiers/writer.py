@@ -132,12 +132,12 @@ class Writer:
             self._n_waiting += 1
             try:
                 self._changed.notify_all()
-                return self._changed.wait_for(self._is_idle, min(seconds, threading.TIMEOUT_MAX))
+                return self._changed.wait_for(
+                    lambda: not (self._queue or self._uses or self._is_busy),
+                    min(seconds, threading.TIMEOUT_MAX),
+                )
             finally:
                 self._n_waiting -= 1
-
-    def _is_idle(self) -> bool:
-        return not (self._queue or self._uses or self._is_busy)
 
     def close(self, seconds: float) -> bool:
         """Write the queue and end the thread; after a timeout drop the rest and return False."""

@@ -34,22 +34,22 @@ class Policy:
     def resize(self, max_bytes: int) -> None:
         """Note the budget; called first, and whenever it changes."""
 
-    def added(self, one: Component) -> None:
+    def added(self, component: Component) -> None:
         """Note a new component; `evictable` follows once it may be evicted."""
 
-    def used(self, one: Component) -> None:
+    def used(self, component: Component) -> None:
         """Note that a prompt used a component; the last component of a path comes first."""
 
     def split(self, head: Component, tail: Component) -> None:
         """Copy the history of a tail to its head, a new component that was split off in front."""
 
-    def passed(self, one: Component) -> None:
+    def passed(self, component: Component) -> None:
         """Note that a prompt used the tokens before a component, and then diverged."""
 
-    def removing(self, one: Component, n_tokens: int) -> None:
+    def removing(self, component: Component, n_tokens: int) -> None:
         """Note that `n_tokens` of a component are about to be evicted; a state has none."""
 
-    def evictable(self, one: Component) -> None:
+    def evictable(self, component: Component) -> None:
         """Note that a component may be evicted now, until it is held or gets a child."""
 
     def victim(self) -> Component | None:
@@ -68,10 +68,10 @@ class Leaves:
         self._heap: list[tuple[int, Any, int, Component]] = []
         self._limit = 64
 
-    def push(self, one: Component, priority: Any) -> None:
+    def push(self, component: Component, priority: Any) -> None:
         """Add or move a component; the order is `Component.priority`, then ``priority``."""
-        one.stamp = next(_stamps)
-        heapq.heappush(self._heap, (one.priority, priority, one.stamp, one))
+        component.stamp = next(_stamps)
+        heapq.heappush(self._heap, (component.priority, priority, component.stamp, component))
         if len(self._heap) > self._limit:
             self._heap = [x for x in self._heap if x[3].stamp == x[2] and x[3].is_evictable]
             heapq.heapify(self._heap)
@@ -80,21 +80,21 @@ class Leaves:
     def first(self) -> Component | None:
         """Return the first component without removing it."""
         while self._heap:  # `push` may replace the list
-            rank, priority, stamp, one = self._heap[0]
-            if one.stamp == stamp and one.is_evictable:
-                if rank == one.priority:
-                    return one
-                self.push(one, priority)  # a later prompt raised its priority
+            rank, priority, stamp, component = self._heap[0]
+            if component.stamp == stamp and component.is_evictable:
+                if rank == component.priority:
+                    return component
+                self.push(component, priority)  # a later prompt raised its priority
             else:
                 heapq.heappop(self._heap)
         return None
 
 
-def lower(one: Component | None, other: Component | None) -> Component | None:
+def lower(component: Component | None, other: Component | None) -> Component | None:
     """Return the component of lower priority; if they are equal, the first."""
-    if one is None or other is None:
-        return one or other
-    return other if other.priority < one.priority else one
+    if component is None or other is None:
+        return component or other
+    return other if other.priority < component.priority else component
 
 
 class ByPriority(Policy):
@@ -103,21 +103,21 @@ class ByPriority(Policy):
     def __init__(self) -> None:
         self.leaves = Leaves()
 
-    def priority(self, one: Component) -> Any:
+    def priority(self, component: Component) -> Any:
         """Return a value that orders components: the smallest is evicted first.
 
         It is called when a component becomes evictable and when it is used.
         """
         raise NotImplementedError(f"{type(self).__name__} must override priority()")
 
-    def used(self, one: Component) -> None:
+    def used(self, component: Component) -> None:
         """Note the new priority."""
-        if one.is_evictable:
-            self.leaves.push(one, self.priority(one))
+        if component.is_evictable:
+            self.leaves.push(component, self.priority(component))
 
-    def evictable(self, one: Component) -> None:
+    def evictable(self, component: Component) -> None:
         """Note the priority."""
-        self.leaves.push(one, self.priority(one))
+        self.leaves.push(component, self.priority(component))
 
     def victim(self) -> Component | None:
         """Return the component with the smallest priority."""

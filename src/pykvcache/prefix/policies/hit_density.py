@@ -83,9 +83,9 @@ class HitDensity(Policy):
 
     # Lifetimes ----------------------------------------------------------------------------------
 
-    def _begin(self, life: _Life, one: Component) -> None:
+    def _begin(self, life: _Life, component: Component) -> None:
         life.began = self._now
-        has_cells = one.kind is Kind.ATTENTION
+        has_cells = component.kind is Kind.ATTENTION
         uses = min(life.uses.bit_length(), _USES - 1)
         life.group = (2 * has_cells + life.passed) * _USES + uses
 
@@ -100,16 +100,16 @@ class HitDensity(Policy):
             self._learn()
             self._next = self._now + min(max(self._now // 4, 16), 256)
 
-    def added(self, one: Component) -> None:
+    def added(self, component: Component) -> None:
         """Begin a lifetime; a component that returns keeps its history."""
-        self._tick(one.last_use)
-        life = one.notes = _Life()
-        if one.kind is Kind.ATTENTION:
-            ghost = self._ghosts.pop(one.chunk_key(), None)
+        self._tick(component.last_use)
+        life = component.notes = _Life()
+        if component.kind is Kind.ATTENTION:
+            ghost = self._ghosts.pop(component.chunk_key(), None)
             if ghost is not None:
                 life.uses = ghost.uses + 1
                 self._end(ghost, _USED)
-        self._begin(life, one)
+        self._begin(life, component)
 
     @property
     def n_bytes(self) -> int:  # type: ignore[override]
@@ -117,14 +117,14 @@ class HitDensity(Policy):
         tables = _TABLE_BYTES if self.max_notes is None else min(_TABLE_BYTES, self.max_notes)
         return tables + _GHOST_BYTES * len(self._ghosts)
 
-    def used(self, one: Component) -> None:
+    def used(self, component: Component) -> None:
         """Count a lifetime that ended with a hit, and begin another."""
-        self._tick(one.last_use)
-        life = one.notes
-        self._end(life, _USED if life.cut or one.is_evictable else _USED_INSIDE)
+        self._tick(component.last_use)
+        life = component.notes
+        self._end(life, _USED if life.cut or component.is_evictable else _USED_INSIDE)
         life.cut = life.passed = False
         life.uses += 1
-        self._begin(life, one)
+        self._begin(life, component)
 
     def split(self, head: Component, tail: Component) -> None:
         """Copy the lifetime to the head."""
@@ -133,28 +133,28 @@ class HitDensity(Policy):
         new.passed, new.began, new.group = old.passed, old.began, old.group
         new.cut = tail.is_evictable
 
-    def passed(self, one: Component) -> None:
+    def passed(self, component: Component) -> None:
         """Count a lifetime that ended without a hit: a prompt diverged before it."""
-        life = one.notes
-        if one.is_evictable:
+        life = component.notes
+        if component.is_evictable:
             self._end(life, _UNUSED)
         life.passed = True
-        self._begin(life, one)
+        self._begin(life, component)
 
-    def evictable(self, one: Component) -> None:
+    def evictable(self, component: Component) -> None:
         """Add it to the components that may be drawn."""
-        life = one.notes
+        life = component.notes
         if life.place < 0:
-            leaves = self._leaves.setdefault(one.priority, [])
-            life.priority, life.place = one.priority, len(leaves)
-            leaves.append(one)
+            leaves = self._leaves.setdefault(component.priority, [])
+            life.priority, life.place = component.priority, len(leaves)
+            leaves.append(component)
 
-    def removing(self, one: Component, n_tokens: int) -> None:
+    def removing(self, component: Component, n_tokens: int) -> None:
         """Add a ghost of what is evicted, to see whether it returns."""
-        life, is_whole = one.notes, n_tokens >= one.n_tokens
+        life, is_whole = component.notes, n_tokens >= component.n_tokens
         if is_whole and life.place >= 0:
             self._withdraw(life)
-        if one.kind is not Kind.ATTENTION:
+        if component.kind is not Kind.ATTENTION:
             if is_whole:
                 self._end(life, _UNUSED)
             return
@@ -162,7 +162,7 @@ class HitDensity(Policy):
             # The lifetime continues with the tokens that stay.
             life = _Life(life.uses)
             life.is_over = True
-        key = one.chunk_key(one.n_tokens - n_tokens)  # of the first evicted chunk
+        key = component.chunk_key(component.n_tokens - n_tokens)  # of the first evicted chunk
         if (older := self._ghosts.pop(key, None)) is not None:
             self._end(older, _UNUSED)
         self._ghosts[key] = life
@@ -182,14 +182,14 @@ class HitDensity(Policy):
             last.notes.place = life.place
         life.place = -1
 
-    def _may_leave(self, one: Component) -> bool:
+    def _may_leave(self, component: Component) -> bool:
         """Return whether a drawn component is evictable at its listed priority; else unlist it."""
-        life = one.notes
-        if one.is_evictable and one.priority == life.priority:
+        life = component.notes
+        if component.is_evictable and component.priority == life.priority:
             return True
         self._withdraw(life)
-        if one.is_evictable:
-            self.evictable(one)  # a later prompt gave it another priority
+        if component.is_evictable:
+            self.evictable(component)  # a later prompt gave it another priority
         return False
 
     def _drawn(self) -> list[Component]:
@@ -198,12 +198,12 @@ class HitDensity(Policy):
             lowest = min(self._leaves)
             leaves, drawn = self._leaves[lowest], list[Component]()
             if len(leaves) <= self.sample:
-                drawn = [one for one in list(leaves) if self._may_leave(one)]
+                drawn = [component for component in list(leaves) if self._may_leave(component)]
             else:
                 while leaves and len(drawn) < self.sample:
-                    one = leaves[int(self._random() * len(leaves))]
-                    if self._may_leave(one):
-                        drawn.append(one)
+                    component = leaves[int(self._random() * len(leaves))]
+                    if self._may_leave(component):
+                        drawn.append(component)
             if drawn:
                 return drawn
             del self._leaves[lowest]
@@ -215,12 +215,12 @@ class HitDensity(Policy):
             self._weigh()
         density, now = self._density, self._now
         best, least = None, (math.inf, math.inf, math.inf)
-        for one in self._drawn():
-            life = one.notes
+        for component in self._drawn():
+            life = component.notes
             value = density[life.group * _BUCKETS + _bucket(now - life.began)]
-            worth = (value * one.weight, life.began, -one.end)
+            worth = (value * component.weight, life.began, -component.end)
             if worth < least:
-                best, least = one, worth
+                best, least = component, worth
         return best
 
     def _learn(self) -> None:
@@ -235,7 +235,7 @@ class HitDensity(Policy):
         ended = self._ended.copy()
         # Lifetimes that have not ended reached their age, too (censored samples).
         leaves = chain.from_iterable(self._leaves.values())
-        going_on = [one.notes for one in leaves if one.is_evictable]
+        going_on = [component.notes for component in leaves if component.is_evictable]
         going_on += [life for life in self._ghosts.values() if not life.is_over]
         for life in going_on:
             ended[_UNUSED, life.group, _bucket(self._now - life.began)] += 1

@@ -30,58 +30,62 @@ class SLRU(ByPriority):
         self._bytes = 0
         self._clock = 0
 
-    def priority(self, one: Component) -> tuple[bool, int]:
+    def priority(self, component: Component) -> tuple[bool, int]:
         """Return whether it is protected, and when it entered its segment or was last used."""
-        return one in self._protected, one.notes
+        return component in self._protected, component.notes
 
     def resize(self, max_bytes: int) -> None:
         """Set the limit of the protected segment."""
         self._limit = self.protected_share * max_bytes
         self._demote()
 
-    def _stamp(self, one: Component) -> None:
+    def _stamp(self, component: Component) -> None:
         self._clock += 1
-        one.notes = self._clock
+        component.notes = self._clock
 
-    def added(self, one: Component) -> None:
+    def added(self, component: Component) -> None:
         """Put a new component on probation."""
-        self._stamp(one)
+        self._stamp(component)
 
-    def used(self, one: Component) -> None:
+    def used(self, component: Component) -> None:
         """Put a used component into the protected segment."""
-        self._stamp(one)
-        self._protect(one)
-        self._protected.move_to_end(one)
-        super().used(one)
+        self._stamp(component)
+        self._protect(component)
+        self._protected.move_to_end(component)
+        super().used(component)
         self._demote()
 
-    def _protect(self, one: Component) -> None:
-        self._bytes += one.n_bytes - self._protected.get(one, 0)
-        self._protected[one] = one.n_bytes
+    def _protect(self, component: Component) -> None:
+        self._bytes += component.n_bytes - self._protected.get(component, 0)
+        self._protected[component] = component.n_bytes
 
     def _demote(self) -> None:
         while self._bytes > self._limit and self._protected:
-            one, n_bytes = self._protected.popitem(last=False)
+            component, n_bytes = self._protected.popitem(last=False)
             self._bytes -= n_bytes
-            self._stamp(one)
-            super().used(one)
+            self._stamp(component)
+            super().used(component)
 
     def split(self, head: Component, tail: Component) -> None:
         """Put the head into the tail's segment, next to it."""
         head.notes = tail.notes
         if tail in self._protected:
-            for one in (head, tail):
-                self._protect(one)
-                self._protected.move_to_end(one, last=False)
+            for component in (head, tail):
+                self._protect(component)
+                self._protected.move_to_end(component, last=False)
 
-    def removing(self, one: Component, n_tokens: int) -> None:
+    def removing(self, component: Component, n_tokens: int) -> None:
         """Subtract the evicted bytes."""
-        if (known := self._protected.get(one)) is not None:
-            left = one.n_bytes * (one.n_tokens - n_tokens) // one.n_tokens if one.n_tokens else 0
+        if (known := self._protected.get(component)) is not None:
+            left = (
+                component.n_bytes * (component.n_tokens - n_tokens) // component.n_tokens
+                if component.n_tokens
+                else 0
+            )
             self._bytes += left - known
-            self._protected[one] = left
+            self._protected[component] = left
             if not left:
-                del self._protected[one]
+                del self._protected[component]
 
 
 class S3FIFO(Policy):
@@ -108,64 +112,68 @@ class S3FIFO(Policy):
         self._budget = max_bytes
         self._limit = self.small_share * max_bytes
 
-    def _place(self, one: Component, uses: int, in_main: bool) -> None:
+    def _place(self, component: Component, uses: int, in_main: bool) -> None:
         self._clock += 1
-        one.notes = (uses, in_main, self._clock)
+        component.notes = (uses, in_main, self._clock)
 
-    def added(self, one: Component) -> None:
+    def added(self, component: Component) -> None:
         """Put it into the small queue, or the main one after a ghost hit."""
-        ghost = self._ghosts.pop(one.chunk_key(), None)
+        ghost = self._ghosts.pop(component.chunk_key(), None)
         if ghost is not None:
             self._ghost_bytes -= ghost
         else:
-            self._small_bytes += one.n_bytes
-        self._place(one, 0, ghost is not None)
+            self._small_bytes += component.n_bytes
+        self._place(component, 0, ghost is not None)
 
     @property
     def n_bytes(self) -> int:  # type: ignore[override]
         """Bytes of the ghosts."""
         return _GHOST_BYTES * len(self._ghosts)
 
-    def used(self, one: Component) -> None:
+    def used(self, component: Component) -> None:
         """Count the use, up to three."""
-        uses, in_main, place = one.notes
-        one.notes = (min(uses + 1, 3), in_main, place)
+        uses, in_main, place = component.notes
+        component.notes = (min(uses + 1, 3), in_main, place)
 
     def split(self, head: Component, tail: Component) -> None:
         """Put the head into the tail's queue."""
         head.notes = tail.notes
 
-    def removing(self, one: Component, n_tokens: int) -> None:
+    def removing(self, component: Component, n_tokens: int) -> None:
         """Add a ghost of what is evicted from the small queue."""
-        _, in_main, _ = one.notes
+        _, in_main, _ = component.notes
         if in_main:
             return
-        size = one.n_bytes * n_tokens // one.n_tokens if one.n_tokens else one.n_bytes
+        size = (
+            component.n_bytes * n_tokens // component.n_tokens
+            if component.n_tokens
+            else component.n_bytes
+        )
         self._small_bytes -= size
-        key = one.chunk_key(one.n_tokens - n_tokens)
+        key = component.chunk_key(component.n_tokens - n_tokens)
         self._ghost_bytes += size - self._ghosts.pop(key, 0)
         self._ghosts[key] = size
         most = math.inf if self.max_notes is None else self.max_notes
         while self._ghosts and (self._ghost_bytes > self._budget or self.n_bytes > most):
             self._ghost_bytes -= self._ghosts.popitem(last=False)[1]
 
-    def evictable(self, one: Component) -> None:
+    def evictable(self, component: Component) -> None:
         """Append the component to its queue."""
-        _, in_main, place = one.notes
-        (self._main if in_main else self._small).push(one, place)
+        _, in_main, place = component.notes
+        (self._main if in_main else self._small).push(component, place)
 
     def victim(self) -> Component | None:
         """Return the first component without uses left; move used ones to the main queue's end."""
         while True:
             small, main = self._small.first(), self._main.first()
             is_full = self._small_bytes > self._limit
-            one = lower(small, main) if is_full else lower(main, small)
-            if one is None:
+            component = lower(small, main) if is_full else lower(main, small)
+            if component is None:
                 return None
-            uses, in_main, _ = one.notes
+            uses, in_main, _ = component.notes
             if uses == 0:
-                return one
+                return component
             if not in_main:
-                self._small_bytes -= one.n_bytes
-            self._place(one, uses - 1 if in_main else 0, True)
-            self.evictable(one)
+                self._small_bytes -= component.n_bytes
+            self._place(component, uses - 1 if in_main else 0, True)
+            self.evictable(component)

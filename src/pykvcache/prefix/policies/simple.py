@@ -11,25 +11,25 @@ __all__ = ["FIFO", "LFU", "LRU", "CostAware", "LlamaServer", "MlxLm"]
 class LRU(ByPriority):
     """Least recently used first."""
 
-    def priority(self, one: Component) -> int:
+    def priority(self, component: Component) -> int:
         """Return the time of its last use."""
-        return one.last_use
+        return component.last_use
 
 
 class FIFO(ByPriority):
     """First in, first out, whether used or not."""
 
-    def priority(self, one: Component) -> int:
+    def priority(self, component: Component) -> int:
         """Return when it was created."""
-        return one.created
+        return component.created
 
 
 class LFU(ByPriority):
     """Least often used first; among equals the least recently used."""
 
-    def priority(self, one: Component) -> tuple[int, int]:
+    def priority(self, component: Component) -> tuple[int, int]:
         """Return the number of its uses, and the time of the last."""
-        return one.uses, one.last_use
+        return component.uses, component.last_use
 
 
 class CostAware(ByPriority):
@@ -51,27 +51,27 @@ class CostAware(ByPriority):
         self.quadratic = quadratic
         self._floor = 0.0
 
-    def added(self, one: Component) -> None:
+    def added(self, component: Component) -> None:
         """Store the current floor."""
-        one.notes = self._floor
+        component.notes = self._floor
 
-    def used(self, one: Component) -> None:
+    def used(self, component: Component) -> None:
         """Store the current floor."""
-        one.notes = self._floor
-        super().used(one)
+        component.notes = self._floor
+        super().used(component)
 
     def split(self, head: Component, tail: Component) -> None:
         """Give the head the floor of its tail."""
         head.notes = tail.notes
 
-    def priority(self, one: Component) -> float:
+    def priority(self, component: Component) -> float:
         """Return floor + (uses + 1) x time saved / bytes, by the time of its last token."""
-        time = self.linear + 2 * self.quadratic * one.end
-        return float(one.notes + (one.uses + 1) * time * one.weight)
+        time = self.linear + 2 * self.quadratic * component.end
+        return float(component.notes + (component.uses + 1) * time * component.weight)
 
-    def removing(self, one: Component, n_tokens: int) -> None:
+    def removing(self, component: Component, n_tokens: int) -> None:
         """Raise the floor."""
-        self._floor = max(self._floor, self.priority(one))
+        self._floor = max(self._floor, self.priority(component))
 
 
 # Eviction orders of other programs, for comparison. Here each block is stored once; llama-server
@@ -86,26 +86,26 @@ class MlxLm(ByPriority):
 
     whole = True
 
-    def added(self, one: Component) -> None:
-        """Note that a prompt ends here, and that its parent is no longer the end of one."""
-        one.notes = one.last_use
-        if one.parent is not None:
-            one.parent.notes = -1
+    def added(self, component: Component) -> None:
+        """Note that a prompt ends here, and that its parent is no longer the end of component."""
+        component.notes = component.last_use
+        if component.parent is not None:
+            component.parent.notes = -1
 
     def split(self, head: Component, tail: Component) -> None:
         """Note that no prompt ends at the head."""
         head.notes = -1
 
-    def priority(self, one: Component) -> int:
+    def priority(self, component: Component) -> int:
         """Return when the prompt that ends here was stored; -1 if none ends here (any more)."""
-        return int(one.notes)
+        return int(component.notes)
 
 
 class LlamaServer(MlxLm):
     """As llama-server's prompt cache: a used prompt counts as stored anew."""
 
-    def used(self, one: Component) -> None:
+    def used(self, component: Component) -> None:
         """Count a prompt that ends here as stored now."""
-        if one.notes >= 0:
-            one.notes = one.last_use
-        super().used(one)
+        if component.notes >= 0:
+            component.notes = component.last_use
+        super().used(component)

@@ -87,7 +87,7 @@ class MlxLm(ByPriority):
     whole = True
 
     def added(self, component: Component) -> None:
-        """Note that a prompt ends here, and that its parent is no longer the end of component."""
+        """Note that a prompt ends here, and that its parent is no longer the end of one."""
         component.notes = component.last_use
         if component.parent is not None:
             component.parent.notes = -1

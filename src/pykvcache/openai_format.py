@@ -55,19 +55,21 @@ def finish_reason(reason: str | None, *, has_calls: bool = False) -> str | None:
     return {"full": "length", "aborted": "length"}.get(reason or "", reason)
 
 
-def usage_of(reuse: ReuseReport, n_new: int, *, writes: bool = True) -> dict[str, Any]:
+def usage_of(reuse: ReuseReport, n_new: int, keep: int | None = None) -> dict[str, Any]:
     """Return ``usage``: cached tokens of the prompt are those that were not evaluated.
 
-    `writes` tells whether evaluated tokens are stored in the cache.
+    `keep` is the number of the prompt's first tokens that the cache may keep; None for all.
     """
     n = reuse.n_tokens
+    cached = n - reuse.evaluated
+    kept = n - reuse.unshared if keep is None else min(keep, n - reuse.unshared)
     return {
         "prompt_tokens": n,
         "completion_tokens": n_new,
         "total_tokens": n + n_new,
         "prompt_tokens_details": {
-            "cached_tokens": n - reuse.evaluated,
-            "cache_write_tokens": reuse.evaluated if writes else 0,
+            "cached_tokens": cached,
+            "cache_write_tokens": max(kept - cached, 0),
         },
         "completion_tokens_details": {"reasoning_tokens": 0},
     }

@@ -460,6 +460,15 @@ def test_an_llm_activates_adapters(folder: Path) -> None:
         for tokens in (PROMPT, [*BEFORE, 9], PROMPT):
             found = llm.generate([tokens], max_tokens=1)[0]
             assert found.tokens[0] == made.right(tokens).argmax()
+
+
+def test_tokens_of_an_activated_adapter_are_not_said_to_be_cached(folder: Path) -> None:
+    made = Made(folder, "llama")
+    with LLM(made.path, n_ctx=512, adapters=[made.alora.path], **EXACT) as llm:
+        for cached in (0, len(BEFORE)):
+            details = llm.generate([PROMPT], max_tokens=1)[0].usage["prompt_tokens_details"]
+            written = {"cached_tokens": cached, "cache_write_tokens": len(BEFORE) - cached}
+            assert details == written
     made.model.close()
 
 

@@ -134,6 +134,7 @@ class PromptLookup:
             ram=0 if is_fork else usable,
             evaluated=n - usable,
             first_difference=None if difference is None else difference.at,
+            unshared=n - len(ids),
         )
 
     def _cells_of(self, match: Match, resume: Resume) -> Cells:

@@ -32,6 +32,8 @@ class ReuseReport:
         Tokens restored from RAM, from a folder, from a server.
     evaluated
         Tokens left to evaluate; at least 1 unless the logits after the prompt are cached.
+    unshared
+        Tokens from the activation of an adapter on, which the cache does not keep.
     first_difference
         Index of the first token that differs from the closest cached prompt. None if one of the
         two continues the other, if they are equal, or if no cached prompt shares the first token.
@@ -47,10 +49,13 @@ class ReuseReport:
     evaluated: int = 0
     first_difference: int | None = None
     reason: str = ""
+    unshared: int = 0
 
     def plus(self, other: ReuseReport) -> ReuseReport:
         """Return the sums of two reports."""
-        return ReuseReport(**{name: getattr(self, name) + getattr(other, name) for name in COUNTED})
+        return ReuseReport(
+            **{name: getattr(self, name) + getattr(other, name) for name in (*COUNTED, "unshared")}
+        )
 
     def _repr_html_(self) -> str:
         parts = [(name, getattr(self, name)) for name in ("live", "ram", "disk", "remote")]

@@ -57,9 +57,8 @@ class Writer(ABC):
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's ``usage`` so far."""
         generation, job = self.generation, self.generation.job
-        usage = usage_of(generation.reuse, generation.n_generated, writes=job.use_cache)
-        if job.keep is not None:
-            usage["prompt_tokens_details"]["cache_write_tokens"] = generation.n_written()
+        keep = job.keep if job.use_cache else 0
+        usage = usage_of(generation.reuse, generation.n_generated, keep)
         model = generation.engine.llm.model
         thought = [one.message.reasoning for one in self.streams if one.message.reasoning]
         n = sum(len(model.tokenize(text, add_special=False)) for text in thought)

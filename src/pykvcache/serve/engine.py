@@ -240,13 +240,13 @@ class Generation:
         """Tokens of all samples so far."""
         return sum(len(handle.tokens) for handle in self._handles)
 
-    def n_written(self, *, least_ttl: float = 0, most_ttl: float = float("inf")) -> int:
-        """Return the number of prompt tokens written by breakpoints whose TTL is in this range."""
-        n, cached = 0, self.n_cached
+    def n_written(self, *, least_ttl: float = 0) -> int:
+        """Return the number of prompt tokens written by breakpoints with at least this TTL."""
+        n, reuse, written = 0, self.reuse, self.n_cached
         for place in self.job.breakpoints if self.job.use_cache else ():
-            new = max(place.n_tokens - cached, 0)
-            n += new if least_ttl <= place.ttl < most_ttl else 0
-            cached = max(cached, place.n_tokens)
+            end = min(place.n_tokens, reuse.n_tokens - reuse.unshared)
+            n += max(end - written, 0) if place.ttl >= least_ttl else 0
+            written = max(written, end)
         return n
 
     def timings(self) -> dict[str, Any]:

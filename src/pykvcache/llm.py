@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import operator
 import os
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -570,7 +571,9 @@ class LLM(Closing):
         made = choice(before + found.text, found.finish_reason)
         if found.logprobs:
             ids = found.tokens.tolist()
-            made["logprobs"] = text_logprobs(self._model, ids, found.logprobs, len(before))
+            made["logprobs"] = text_logprobs(
+                self._model, ids, found.logprobs, len(before), operator.index(logprobs)
+            )
         return {**start, "choices": [made], "usage": found.usage}
 
     def __call__(self, prompt: Prompt, **options: Any) -> dict[str, Any] | Iterator[dict[str, Any]]:

@@ -119,9 +119,16 @@ def token_logprobs(
 
 
 def text_logprobs(
-    model: LlamaModel, tokens: Sequence[int], rows: Sequence[dict[int, float]], offset: int
+    model: LlamaModel,
+    tokens: Sequence[int],
+    rows: Sequence[dict[int, float]],
+    offset: int,
+    top: int,
 ) -> dict[str, Any]:
-    """Return ``logprobs`` of completions: parallel lists; ``offset`` is the text's offset."""
+    """Return ``logprobs`` of completions: parallel lists.
+
+    `offset` is the text's offset. Each row shows its `top` likeliest tokens and the chosen one.
+    """
 
     def text(token: int) -> str:
         return model.token_to_piece(token).decode("utf-8", "replace")
@@ -131,7 +138,10 @@ def text_logprobs(
     return {
         "tokens": texts,
         "token_logprobs": [row[token] for token, row in zip(tokens, rows, strict=False)],
-        "top_logprobs": [{text(token): value for token, value in row.items()} for row in rows],
+        "top_logprobs": [
+            {text(t): row[t] for t in (*list(row)[:top], token)}
+            for token, row in zip(tokens, rows, strict=False)
+        ],
         "text_offset": offsets,
     }
 

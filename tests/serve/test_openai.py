@@ -76,6 +76,22 @@ def test_logprobs_add_up_to_the_text(client: Any) -> None:
         assert one.logprob == max(top.logprob for top in one.top_logprobs) <= 0
 
 
+def test_a_completion_shows_the_chosen_and_the_likeliest_tokens_asked_for(client: Any) -> None:
+    for n in (0, 1, 3):
+        choice = client.completions.create(
+            model="stories", prompt="Lucy has", max_tokens=4, seed=1, logprobs=n
+        ).choices[0]
+        assert "".join(choice.logprobs.tokens) == choice.text
+        for token, value, top in zip(
+            choice.logprobs.tokens,
+            choice.logprobs.token_logprobs,
+            choice.logprobs.top_logprobs,
+            strict=True,
+        ):
+            assert top[token] == value
+            assert max(n, 1) <= len(top) <= n + 1
+
+
 def test_a_biased_token_is_never_chosen(client: Any, address: str) -> None:
     options = {"model": "stories", "messages": PROMPT, "max_tokens": 20, "temperature": 0}
     text = client.chat.completions.create(**options).choices[0].message.content

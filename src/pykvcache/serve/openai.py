@@ -172,12 +172,14 @@ def completion_job(
         )
     says = any(n is not None for n in (request.max_tokens, request.n_predict))
     return Job(
+    shown = request.logprobs
         prompts=tuple(prompts),
         max_tokens=request.limit if says else default,
         sampler=sampler_of(request, engine),
         n=request.n,
         stop=request.stops,
-        logprobs=int(request.logprobs or 0) or request.n_probs,
+        # With 0, only the chosen tokens are shown.
+        logprobs=request.n_probs if shown is None or shown is False else max(int(shown), 1),
         namespace=tenant,
         use_cache=request.cache_prompt,
     )
@@ -219,7 +221,8 @@ class _TextWriter(_ChoiceWriter):
             "logprobs": None,
         }
         if piece.logprobs:
-            choice["logprobs"] = text_logprobs(model, piece.tokens, piece.logprobs, at)
+            top = int(self.request.logprobs or 0)  # type: ignore[attr-defined]
+            choice["logprobs"] = text_logprobs(model, piece.tokens, piece.logprobs, at, top)
         self.choices[i] = choice
         if choice["text"] or not piece.finish_reason:
             yield self.chunk({**choice, "finish_reason": None})

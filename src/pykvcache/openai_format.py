@@ -166,7 +166,7 @@ def parse_answer(form: ChatFormat, text: str, *, partial: bool = False) -> ChatM
 
 def message_of(found: ChatMessage) -> dict[str, Any]:
     """Return the members of ``message``."""
-    message: dict[str, Any] = {"role": "assistant", "content": found.content}
+    message: dict[str, Any] = {"role": "assistant", "content": found.content, "refusal": None}
     if found.reasoning:
         message["reasoning_content"] = found.reasoning
     if found.tool_calls:

@@ -105,7 +105,8 @@ class _ChatWriter(_ChoiceWriter):
         if not self.request.logprobs:
             return None
         model, top = self.generation.engine.llm.model, self.request.top_logprobs or 0
-        return {"content": token_logprobs(model, piece.tokens, piece.logprobs, top)}
+        rows = token_logprobs(model, piece.tokens, piece.logprobs, top)
+        return {"content": rows, "refusal": None}
 
 
 class _ChunkWriter(_ChatWriter):
@@ -135,7 +136,7 @@ class _ChunkWriter(_ChatWriter):
     def _delta(self, index: int, delta: dict[str, Any], reason: str | None = None) -> bytes:
         choice: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": reason}
         if self.request.logprobs:  # type: ignore[attr-defined]
-            choice["logprobs"] = {"content": self._waiting[index]}
+            choice["logprobs"] = {"content": self._waiting[index], "refusal": None}
             self._waiting[index] = []
         return self.chunk(choice)
 

@@ -69,6 +69,7 @@ def test_logprobs_add_up_to_the_text(client: Any) -> None:
     answer = client.chat.completions.create(
         model="stories", messages=PROMPT, max_tokens=6, temperature=0, logprobs=True, top_logprobs=3
     ).choices[0]
+    assert "refusal" in answer.message.model_fields_set & answer.logprobs.model_fields_set
     content = answer.logprobs.content
     assert "".join(bytes(one.bytes).decode() for one in content) == answer.message.content
     for one in content:

@@ -172,8 +172,8 @@ def completion_job(
             param="n",
         )
     says = any(n is not None for n in (request.max_tokens, request.n_predict))
-    return Job(
     shown = request.logprobs
+    return Job(
         prompts=tuple(prompts),
         max_tokens=request.limit if says else default,
         sampler=sampler_of(request, engine),

@@ -90,6 +90,11 @@ def test_a_model_without_a_template_answers_and_calls_tools(
     call = answer.choices[0].message.tool_calls[0]
     assert call.function.name == "get_weather"
     assert isinstance(json.loads(call.function.arguments)["days"], int)
+    body = {"model": "m", "messages": MESSAGES, "max_tokens": 40}
+    mark = {"grammar": 'root ::= "Yes<|im_end|>"'}  # the template's, not the client's
+    ended = httpx.post(f"{address}/v1/messages", json=body | mark, timeout=60).json()
+    assert ended["content"][0]["text"] == "Yes"
+    assert (ended["stop_reason"], ended["stop_sequence"]) == ("end_turn", None)
 
 
 def test_a_truncated_call_finishes_with_length(client: Any) -> None:

@@ -303,6 +303,8 @@ class _MessageWriter(Writer):
         if is_end:
             by = self.generation.stopped_by(0)
             reason = _STOPS.get(piece.finish_reason or "", "end_turn")
+            if by not in (self._request.stop_sequences or ()):
+                by = None  # the template's own mark
             reason = "tool_use" if self.streams[0].has_calls and reason == "end_turn" else reason
             self._stop = {
                 "stop_reason": reason if by is None else "stop_sequence",

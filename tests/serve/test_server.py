@@ -46,6 +46,9 @@ BAD = [
     ({"messages": MESSAGES, "logit_bias": {"999999": 1}}, 400, None),
     ({"messages": [{"role": "user", "content": "kite " * 5000}]}, 400, "messages"),
     ({"messages": MESSAGES, "dry_sequence_breakers": [""]}, 400, "dry_sequence_breakers"),
+    ({"messages": MESSAGES, "stream_options": {"include_usage": True}}, 400, "stream_options"),
+    ({"messages": MESSAGES, "top_logprobs": 2}, 400, "top_logprobs"),
+    ({"messages": MESSAGES, "functions": [{"name": "f"}]}, 400, "functions"),
 ]
 BAD += [({"messages": MESSAGES, name: one.high + 1}, 400, name) for name, one in SETTINGS.items()]
 
@@ -63,6 +66,23 @@ def test_bad_requests_get_one_error_object(
     if param is not None:
         assert error["param"] == param
     assert httpx.get(f"{address}/health").json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x", "suffix": "y"}),
+        ("/v1/completions", {"prompt": "x", "best_of": 2}),
+        ("/v1/responses", {"input": "x", "conversation": "conv_1"}),
+        ("/v1/responses", {"input": "x", "prompt": {"id": "pmpt_1"}}),
+    ],
+)
+def test_what_would_change_the_answer_is_refused_not_ignored(
+    address: str, path: str, body: Any
+) -> None:
+    answer = httpx.post(address + path, json=body)
+    assert answer.status_code == 400
+    assert list(body)[-1] in answer.json()["error"]["message"]
 
 
 def test_every_setting_reaches_the_sampler() -> None:

@@ -31,13 +31,21 @@ Breaker = Annotated[str, Meta(max_length=40)]
 #: Tokens that penalties count; -1 is llama-server's "all of the context".
 LastN = Annotated[int, Meta(ge=-1, le=SETTINGS["penalty_last_n"].high)]
 Share = Annotated[float, Meta(ge=0, le=1)]
-Temperature = Annotated[float, Meta(ge=0, le=1e4)]
 Samples = Annotated[int, Meta(ge=1, le=128)]
 #: Bounds the memory for log-probabilities.
 Likeliest = Annotated[int, Meta(ge=0, le=100)]
 Bias = dict[str, float] | Annotated[list[tuple[int | str, float | bool]], Meta(max_length=100_000)]
 Stops = str | Annotated[list[str], Meta(max_length=64)]
 Object = dict[str, Any]
+
+#: Fields that would change the answer, but that this server does not have.
+_REFUSED = {
+    "lora": "adapters are set when the server starts, not by requests",
+    "functions": "send tools",
+    "suffix": "this server does not fill in the middle",
+    "conversation": "send previous_response_id",
+    "prompt_template": "this server stores no prompts",
+}
 
 
 class Common(Struct, kw_only=True):
@@ -54,8 +62,9 @@ class Common(Struct, kw_only=True):
     lora: list[Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.lora:  # without this check, answers with the wrong adapters would go unnoticed
-            raise ValueError("lora: adapters are set when the server starts, not by requests")
+        for name, told in _REFUSED.items():
+            if getattr(self, name, None):
+                raise ValueError(f"{name} is not supported: {told} - at `$.{name}`")
 
     @property
     def cache_ttl(self) -> float | None:
@@ -129,6 +138,8 @@ class Sampling(Settings, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.n = self.n_cmpl or self.n
+        if self.stream_options and not self.stream:
+            raise ValueError("Needs `stream`: true - at `$.stream_options`")
 
     @property
     def limit(self) -> int | None:
@@ -160,8 +171,14 @@ class ChatRequest(Sampling, kw_only=True):
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
+    functions: list[Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("Needs `logprobs`: true - at `$.top_logprobs`")
 
 
 class CompletionRequest(Sampling, kw_only=True):
@@ -169,9 +186,16 @@ class CompletionRequest(Sampling, kw_only=True):
 
     prompt: str | list[Any] | Object
     echo: bool = False
+    suffix: str | None = None
+    best_of: Samples | None = None
     logprobs: Likeliest | bool | None = None
     n_probs: Likeliest = 0
     return_tokens: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.best_of and self.best_of > self.n:
+            raise ValueError("Expected `int` <= `n` - at `$.best_of`")
 
 
 class EmbeddingRequest(Struct, kw_only=True):
@@ -210,7 +234,7 @@ class AnthropicRequest(Common, kw_only=True):
     diagnostics: Object | None = None
 
 
-class ResponseRequest(Common, kw_only=True):
+class ResponseRequest(Settings, kw_only=True):
     """``POST /v1/responses``."""
 
     input: str | list[Object] = ""
@@ -219,8 +243,9 @@ class ResponseRequest(Common, kw_only=True):
     previous_response_id: str | None = None
     store: bool = True
     max_output_tokens: Count | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
+    max_tool_calls: Count | None = None
+    include: list[str] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] = 0
     tools: list[Object] | None = None
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool = True
@@ -228,6 +253,15 @@ class ResponseRequest(Common, kw_only=True):
     reasoning: Object | None = None
     metadata: Object | None = None
     truncation: str | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    conversation: str | Object | None = None
+    prompt_template: Object | None = msgspec.field(name="prompt", default=None)
+
+    @property
+    def logprobs(self) -> bool:
+        """Whether the answer has log-probabilities."""
+        return self.top_logprobs > 0 or "message.output_text.logprobs" in (self.include or ())
 
 
 class TokenizeRequest(Struct, kw_only=True):

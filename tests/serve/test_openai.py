@@ -161,6 +161,22 @@ def test_a_streamed_response_ends_with_the_whole_response(client: Any) -> None:
     assert events[-1].response.output_text == text
 
 
+def test_an_error_in_a_stream_of_a_response_is_its_last_event(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: object) -> None:
+        raise MemoryError("no more")
+
+    monkeypatch.setattr("pykvcache.serve.responses._ResponseWriter.finish", broken)
+    body = {"input": "Hi", "max_output_tokens": 1, "stream": True}
+    lines = client.post("/responses", body=body, cast_to=str).split("\n")
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    last = events[-1]
+    assert (last["type"], last["sequence_number"]) == ("error", len(events) - 1)
+    assert "no more" in last["message"]
+    assert set(last) >= {"code", "param", "error"}
+
+
 def test_many_clients_get_the_texts_that_one_gets(address: str, openai: Any) -> None:
     prompts = ["Lucy has", "Tom is", "One day", "The dog"] * 8
 

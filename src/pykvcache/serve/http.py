@@ -168,20 +168,20 @@ async def stream(http: Request, events: AsyncIterator[bytes]) -> Response:
         raise
 
     async def rest() -> AsyncIterator[bytes]:
+        n = 0
         async with contextlib.aclosing(cast("Any", events)):
             try:
                 while not first.done():
                     yield b": the prompt is being evaluated\n\n"
                     await asyncio.wait({first}, timeout=FIRST_EVENT_SECONDS)
                 yield first.result()
+                n = 1
                 async for one in events:
+                    n += 1
                     yield one
             except Exception as error:
                 told = http.state.failure = as_api_error(error)
-                if is_anthropic(http):
-                    yield event(told.anthropic(), "error")
-                else:
-                    yield event(told.openai())
+                yield _failure(http, told, n)
             finally:
                 if not first.done():
                     first.cancel()
@@ -190,6 +190,18 @@ async def stream(http: Request, events: AsyncIterator[bytes]) -> Response:
 
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return StreamingResponse(rest(), media_type="text/event-stream", headers=headers)
+
+
+def _failure(http: Request, told: ApiError, n_events: int) -> bytes:
+    """Return the event of an error after `n_events` events, in the form of each API."""
+    if is_anthropic(http):
+        return event(told.anthropic(), "error")
+    body = told.openai()
+    if http.url.path.endswith("/responses"):
+        facts = {key: body["error"][key] for key in ("code", "message", "param")}
+        body = {"type": "error", "sequence_number": n_events, **facts, **body}
+        return event(body, "error")
+    return event(body)
 
 
 async def _next(events: AsyncIterator[bytes]) -> bytes:

@@ -161,6 +161,26 @@ def test_a_streamed_response_ends_with_the_whole_response(client: Any) -> None:
     assert events[-1].response.output_text == text
 
 
+def test_an_answer_says_how_it_was_sampled(client: Any) -> None:
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+    found = client.responses.create(
+        model="stories", input="Hi", max_output_tokens=1, top_p=0.5, tools=[tool]
+    )
+    assert (found.top_p, found.temperature) == (0.5, 0.8)
+    assert (found.presence_penalty, found.frequency_penalty, found.top_logprobs) == (0, 0, 0)
+    assert (found.text.format.type, found.reasoning.effort) == ("text", None)
+    assert found.tools[0].to_dict() == {**tool, "description": None, "strict": None}
+
+
+def test_what_is_cut_off_is_incomplete(client: Any) -> None:
+    events = list(
+        client.responses.create(model="stories", input="Hi", max_output_tokens=2, stream=True)
+    )
+    done = [one.item for one in events if one.type == "response.output_item.done"]
+    assert [one.status for one in done] == ["incomplete"]
+    assert [one.status for one in events[-1].response.output] == ["incomplete"]
+
+
 def test_an_error_in_a_stream_of_a_response_is_its_last_event(
     client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +195,24 @@ def test_an_error_in_a_stream_of_a_response_is_its_last_event(
     assert (last["type"], last["sequence_number"]) == ("error", len(events) - 1)
     assert "no more" in last["message"]
     assert set(last) >= {"code", "param", "error"}
+
+
+def test_a_response_has_the_log_probabilities_of_its_text(client: Any) -> None:
+    options = {"model": "stories", "input": "Lucy has a kite.", "max_output_tokens": 8}
+    asked = {**options, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    events = list(client.responses.create(**asked, stream=True))
+    (part,) = events[-1].response.output[0].content
+    assert "".join(bytes(one.bytes).decode() for one in part.logprobs) == part.text
+    assert {len(one.top_logprobs) for one in part.logprobs} == {2}
+    streamed = [
+        one.token
+        for event in events
+        if event.type == "response.output_text.delta"
+        for one in event.logprobs
+    ]
+    assert streamed == [one.token for one in part.logprobs]
+    (plain,) = client.responses.create(**options).output[0].content
+    assert plain.logprobs == []
 
 
 def test_many_clients_get_the_texts_that_one_gets(address: str, openai: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -15,14 +16,17 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pykvcache.openai_format import make_id, message_of
+from pykvcache.openai_format import make_id, message_of, token_logprobs
 from pykvcache.prefix.stores import BlockStore, Envelope, Rejection, open_store
+from pykvcache.sampling import SETTINGS
 from pykvcache.serve.answers import Part, Parts, Writer, answer
 from pykvcache.serve.engine import Generation, Piece
 from pykvcache.serve.errors import ApiError
 from pykvcache.serve.http import Json, event, read, tenant_of
 from pykvcache.serve.prompts import chat_job
 from pykvcache.serve.schemas import ChatRequest, ResponseRequest
+
+log = logging.getLogger("pykvcache.serve")
 
 __all__ = ["Responses", "create_response", "delete_response", "show_response"]
 
@@ -201,10 +205,11 @@ def as_chat(request: ResponseRequest, messages: list[dict[str, Any]]) -> ChatReq
     return ChatRequest(
         messages=[*head, *messages],
         model=request.model,
-        temperature=request.temperature,
-        top_p=request.top_p,
+        **{name: getattr(request, name) for name in SETTINGS},
         max_tokens=request.max_output_tokens,
-        tools=[_tool(tool) for tool in request.tools or ()] or None,
+        logprobs=request.logprobs,
+        top_logprobs=request.top_logprobs,
+        tools=_tools(request.tools or []) or None,
         tool_choice=choice,
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=form or None,
@@ -219,12 +224,21 @@ def as_chat(request: ResponseRequest, messages: list[dict[str, Any]]) -> ChatReq
     )
 
 
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-        raise ApiError(400, "tools: this server supports only functions", param="tools")
-    keys = ("name", "description", "parameters", "strict")
-    function = {key: tool[key] for key in keys if tool.get(key) is not None}
-    return {"type": "function", "function": function}
+def _tools(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the functions in the form of chat completions.
+
+    Other tools are left out: agents declare those that a server runs, such as ``web_search``, in
+    every request.
+    """
+    found = []
+    for tool in given:
+        if tool.get("type") != "function":
+            log.debug("left out a tool of type %r", tool.get("type"))
+            continue
+        keys = ("name", "description", "parameters", "strict")
+        function = {key: tool[key] for key in keys if tool.get(key) is not None}
+        found.append({"type": "function", "function": function})
+    return found
 
 
 # Out ----------------------------------------------------------------------------------------------
@@ -244,22 +258,25 @@ class _ResponseWriter(Writer):
         self._parts = Parts()
         self._n_events = 0
         self._state: dict[str, Any] = {"status": "in_progress"}
-        self._id, self._created = make_id("resp_"), time.time()
+        self._id, self._created = make_id("resp_"), int(time.time())
+        self._logprobs: dict[int, list[Any]] = {}  # by index of the part
+        self._waiting: list[Any] = []  # of tokens whose text is not sent yet
 
     def write(self, piece: Piece) -> Iterator[bytes]:
         if not self._n_events:
             yield self._event("response.created", response=self.body())
             yield self._event("response.in_progress", response=self.body())
+        if self._request.logprobs:
+            model, top = self.generation.engine.llm.model, self._request.top_logprobs
+            self._waiting += token_logprobs(model, piece.tokens, piece.logprobs, top)
         is_end = piece.finish_reason is not None
+        if piece.finish_reason == "stop":
+            self._state = {"status": "completed", "completed_at": int(time.time())}
+        elif is_end:
+            details = {"reason": "max_output_tokens"}
+            self._state = {"status": "incomplete", "incomplete_details": details}
         for what, part, text in self._parts.split(self.deltas(piece), is_end=is_end):
             yield from getattr(self, f"_{what}")(part, text)
-        if is_end:
-            is_whole = piece.finish_reason == "stop"
-            self._state = {"status": "completed" if is_whole else "incomplete"}
-            if is_whole:
-                self._state["completed_at"] = time.time()
-            else:
-                self._state["incomplete_details"] = {"reason": "max_output_tokens"}
 
     async def keep(self) -> None:
         if self._request.store:
@@ -276,14 +293,16 @@ class _ResponseWriter(Writer):
         return found
 
     def _open(self, part: Part, _: str) -> Iterator[bytes]:
-        item = _item(part, "in_progress")
+        item = self._item(part, "in_progress")
         yield self._event("response.output_item.added", output_index=part.index, item=item)
         if part.kind == "text":
-            text = _output_text("")
+            text = _output_text("", [])
             yield self._event("response.content_part.added", **_place(part), part=text)
 
     def _more(self, part: Part, text: str) -> Iterator[bytes]:
-        more: dict[str, Any] = {"logprobs": []} if part.kind == "text" else {}
+        new, self._waiting = self._waiting, []
+        more: dict[str, Any] = {"logprobs": new} if part.kind == "text" else {}
+        self._logprobs[part.index] = self._logprobs.get(part.index, []) + new
         yield self._event(f"response.{_NAMES[part.kind]}.delta", **_place(part), delta=text, **more)
 
     def _close(self, part: Part, _: str) -> Iterator[bytes]:
@@ -291,40 +310,71 @@ class _ResponseWriter(Writer):
         if part.kind == "call":
             done = {"name": part.name, "arguments": part.text}
         elif part.kind == "text":
-            done["logprobs"] = []
+            done["logprobs"] = self._logprobs.get(part.index, [])
         yield self._event(f"response.{_NAMES[part.kind]}.done", **_place(part), **done)
         if part.kind == "text":
-            text = _output_text(part.text)
+            text = _output_text(part.text, done["logprobs"])
             yield self._event("response.content_part.done", **_place(part), part=text)
-        item = _item(part, "completed")
+        item = self._item(part, self._status(part))
         yield self._event("response.output_item.done", output_index=part.index, item=item)
+
+    def _status(self, part: Part) -> str:
+        """Return how a part ended: only the last one can be cut."""
+        is_last = part is self._parts.all[-1]
+        return str(self._state["status"]) if is_last else "completed"
+
+    def _item(self, part: Part, status: str) -> dict[str, Any]:
+        item: dict[str, Any] = {"id": part.id, "status": status}
+        is_over = status != "in_progress"
+        if part.kind == "call":
+            arguments = part.text if is_over else ""
+            facts = {"call_id": part.call_id, "name": part.name, "arguments": arguments}
+            return {**item, "type": "function_call", **facts}
+        if part.kind == "reasoning":
+            content = [{"type": "reasoning_text", "text": part.text}] if is_over else []
+            return {**item, "type": "reasoning", "summary": [], "content": content}
+        logprobs = self._logprobs.get(part.index, [])
+        content = [_output_text(part.text, logprobs)] if is_over else []
+        return {**item, "type": "message", "role": "assistant", "content": content}
 
     def body(self) -> dict[str, Any]:
         request = self._request
         is_over = self._state["status"] != "in_progress"
+        defaults = self.generation.engine.defaults.sampling
+        sampling = {name: getattr(request, name) for name in _SHOWN}
+        for name, value in sampling.items():
+            if value is None:
+                sampling[name] = defaults.get(name, SETTINGS[name].default)
         return {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
             "background": False,
+            "completed_at": None,
             "error": None,
             "incomplete_details": None,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
+            "max_tool_calls": request.max_tool_calls,
             "metadata": request.metadata or {},
             "model": self.generation.engine.name,
-            "output": [_item(part, "completed") for part in self._parts.all],
+            "output": [self._item(part, self._status(part)) for part in self._parts.all],
             "parallel_tool_calls": request.parallel_tool_calls,
             "previous_response_id": request.previous_response_id,
             "prompt_cache_key": request.prompt_cache_key,
-            "reasoning": request.reasoning or {"effort": None, "summary": None},
+            "reasoning": {"effort": None, "summary": None, **(request.reasoning or {})},
+            "safety_identifier": request.safety_identifier,
+            "service_tier": "default",
             "store": request.store,
-            "temperature": request.temperature,
-            "text": request.text or {"format": {"type": "text"}},
+            "text": {"format": {"type": "text"}, **(request.text or {})},
             "tool_choice": request.tool_choice or "auto",
-            "tools": request.tools or [],
-            "top_p": request.top_p,
+            "tools": [
+                _FUNCTION | one for one in request.tools or () if one.get("type") == "function"
+            ],
+            "top_logprobs": request.top_logprobs,
             "truncation": request.truncation or "disabled",
+            "user": request.user,
+            **sampling,
             "usage": self._usage() if is_over else None,
             **self._state,
         }
@@ -348,6 +398,10 @@ class _ResponseWriter(Writer):
         }
 
 
+#: Settings that an answer repeats.
+_SHOWN = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+#: Members that every function of an answer has.
+_FUNCTION = {"description": None, "parameters": None, "strict": None}
 _NAMES = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 
 
@@ -356,19 +410,5 @@ def _place(part: Part) -> dict[str, Any]:
     return place if part.kind == "call" else {**place, "content_index": 0}
 
 
-def _output_text(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _item(part: Part, status: str) -> dict[str, Any]:
-    item: dict[str, Any] = {"id": part.id, "status": status}
-    is_over = status == "completed"
-    if part.kind == "call":
-        arguments = part.text if is_over else ""
-        facts = {"call_id": part.call_id, "name": part.name, "arguments": arguments}
-        return {**item, "type": "function_call", **facts}
-    if part.kind == "reasoning":
-        content = [{"type": "reasoning_text", "text": part.text}] if is_over else []
-        return {**item, "type": "reasoning", "summary": [], "content": content}
-    content = [_output_text(part.text)] if is_over else []
-    return {**item, "type": "message", "role": "assistant", "content": content}
+def _output_text(text: str, logprobs: list[Any]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

@@ -152,6 +152,29 @@ def test_a_response_calls_a_function(client: Any, is_stream: bool) -> None:
     assert more.usage.input_tokens_details.cached_tokens > 50
 
 
+def test_tools_that_a_server_would_run_are_left_out(client: Any, claude: Any) -> None:
+    options = {"model": "m", "input": "Hi", "max_output_tokens": 1}
+    plain = client.responses.create(**options)
+    hosted = [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}]
+    found = client.responses.create(**options, tools=hosted)
+    assert (found.tools, found.usage.input_tokens) == ([], plain.usage.input_tokens)
+    mixed = client.responses.create(**options, tools=[*FLAT, *hosted])
+    assert [one.name for one in mixed.tools] == ["get_weather"]
+    messages = {"model": "m", "messages": MESSAGES}
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    count = claude.messages.count_tokens
+    assert count(**messages, tools=[search]) == count(**messages)
+    assert count(**messages, tools=[search, *ANTHROPIC]) == count(**messages, tools=ANTHROPIC)
+
+
+def test_a_prompt_before_reasoning_is_said_to_be_cached(client: Any) -> None:
+    options = {"model": "m", "messages": [{"role": "user", "content": "Tell me of Lucy."}]}
+    first, second = (client.chat.completions.create(**options, max_tokens=1).usage for _ in "12")
+    n, details = first.prompt_tokens, first.prompt_tokens_details
+    assert details.cached_tokens + details.cache_write_tokens == n
+    assert second.prompt_tokens_details.cached_tokens >= n - 1 > details.cached_tokens
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_reasoning_is_separate_from_the_answer(client: Any, claude: Any, is_stream: bool) -> None:
     options = {"model": "m", "messages": MESSAGES, "extra_body": THINKS}

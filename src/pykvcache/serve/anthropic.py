@@ -62,7 +62,8 @@ def as_chat(request: AnthropicRequest) -> ChatRequest:
         found.append({"role": "system", "content": _texts(request.system, "system")})
     for i, message in enumerate(request.messages):
         found += _messages(message, f"messages[{i}]")
-    tools = request.tools or []
+    # Without the tools that Anthropic's servers run, or whose schemas its models know.
+    tools = [one for one in request.tools or [] if one.get("type") in (None, "custom")]
     marks = [tool["cache_control"] for tool in tools if tool.get("cache_control")]
     if marks and found[:1] and found[0]["role"] == "system":
         # Templates write tools around the system prompt, so both end together.

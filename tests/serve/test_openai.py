@@ -30,6 +30,19 @@ def test_a_repeated_prompt_is_cached_but_for_its_last_token(client: Any) -> None
     assert second.prompt_tokens_details.cached_tokens == second.prompt_tokens - 1
 
 
+def test_a_stream_with_logprobs_has_the_text_of_its_tokens(client: Any) -> None:
+    options = {"model": "stories", "prompt": ["Lucy has", "Tom is"], "max_tokens": 24, "n": 3}
+    whole = client.completions.create(**options, temperature=0, logprobs=1)
+    texts, tokens = [""] * 6, [""] * 6
+    for chunk in client.completions.create(**options, temperature=0, logprobs=1, stream=True):
+        (choice,) = chunk.choices
+        if choice.logprobs is not None:
+            assert choice.logprobs.text_offset[0] == len(texts[choice.index])
+            tokens[choice.index] += "".join(choice.logprobs.tokens)
+        texts[choice.index] += choice.text
+    assert texts == tokens == [choice.text for choice in whole.choices]
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_stream_has_the_text_of_the_whole_answer(client: Any, n: int) -> None:
     options = {"model": "stories", "messages": PROMPT, "max_tokens": 12, "seed": 7, "n": n}

@@ -52,7 +52,7 @@ class Writer(ABC):
         """Return the new parts of a chat's message."""
         reason = piece.finish_reason
         is_cut = reason not in (None, "stop")
-        return self.streams[piece.index].feed(piece.raw, is_end=reason is not None, is_cut=is_cut)
+        return self.streams[piece.index].feed(piece.text, is_end=reason is not None, is_cut=is_cut)
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's ``usage`` so far."""

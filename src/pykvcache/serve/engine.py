@@ -146,9 +146,8 @@ class Piece:
     index
         Index of the sample.
     text
-        Text that no later token changes, without special tokens.
-    raw
-        The same with special tokens, which mark reasoning and tool calls.
+        Text that no later token changes; of chats with the special tokens, which mark reasoning
+        and tool calls.
     tokens, logprobs
         Token ids, and log-probabilities by token id if they were requested.
     finish_reason
@@ -157,7 +156,6 @@ class Piece:
 
     index: int
     text: str
-    raw: str
     tokens: list[int]
     logprobs: list[dict[int, float]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -171,8 +169,7 @@ class Generation:
         self._handles = handles
         self._ready = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._raw = [TextStream(job.stop) for _ in handles]
-        self._n_characters = [0] * len(handles)
+        self._texts = [TextStream(job.stop) for _ in handles]
         self._n_tokens = [0] * len(handles)
 
     async def pieces(self, *, stream: bool) -> AsyncIterator[Piece]:
@@ -183,7 +180,7 @@ class Generation:
         while running:
             self._ready.clear()
             for i, handle in list(running.items()):
-                reason = handle.finish_reason  # read before the text, which is complete then
+                reason = handle.finish_reason  # read before the tokens, which are complete then
                 if reason == "error" and handle.error is not None:
                     raise handle.error
                 if not (reason or stream):
@@ -206,19 +203,19 @@ class Generation:
 
     def _take(self, i: int, reason: FinishReason | None) -> Piece:
         handle, n = self._handles[i], self._n_tokens[i]
-        text, tokens = handle.text, handle.tokens[n:].tolist()
+        tokens = handle.tokens[n:].tolist()
         logprobs: list[dict[int, float]] = []
         if self.job.logprobs:  # those of the last tokens may come later
             logprobs = handle.logprobs[n:]
             tokens = tokens[: len(logprobs)] if reason is None else tokens
-        model, written = self.engine.llm.model, self._raw[i]
-        raw = "".join(written.feed(model.token_to_piece(token, special=True)) for token in tokens)
+        model, stream = self.engine.llm.model, self._texts[i]
+        is_chat = self.job.format is not None
+        shown = tokens if is_chat else [t for t in tokens if not model.is_eog(t)]
+        text = "".join(stream.feed(model.token_to_piece(t, special=is_chat)) for t in shown)
         if reason:
-            raw += written.finish()
-        piece = Piece(i, text[self._n_characters[i] :], raw, tokens, logprobs, reason)
-        self._n_characters[i] = len(text)
+            text += stream.finish()
         self._n_tokens[i] += len(tokens)
-        return piece
+        return Piece(i, text, tokens, logprobs, reason)
 
     @property
     def reuse(self) -> ReuseReport:

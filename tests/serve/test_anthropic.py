@@ -89,6 +89,14 @@ def test_diagnostics_say_what_changed(client: Any) -> None:
     assert reason.type == "previous_message_not_found"
 
 
+def test_models_are_listed_in_anthropics_form(client: Any) -> None:
+    page = client.models.list()
+    (model,) = page.data
+    assert (model.id, model.type, model.display_name) == ("stories", "model", "stories")
+    assert model.created_at.year >= 2024
+    assert (page.first_id, page.last_id, page.has_next_page()) == ("stories", "stories", False)
+
+
 def test_errors_are_anthropics_error_objects(client: Any, anthropic: Any) -> None:
     with pytest.raises(anthropic.BadRequestError) as caught:
         client.messages.create(model="stories", max_tokens=4, messages=[])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
@@ -275,6 +276,9 @@ def _model_card(http: Request, name: str) -> dict[str, Any]:
     card = {"id": name, "object": "model", "created": models.started, "owned_by": "pykvcache"}
     engine = models.loaded.get(name)
     card["status"] = {"value": "loaded" if engine else "unloaded"}
+    # Anthropic's form.
+    at = datetime.fromtimestamp(models.started, timezone.utc)
+    card.update(type="model", display_name=name, created_at=at.isoformat())
     if engine is not None:
         model = engine.llm.model
         facts = ("n_vocab", "n_ctx_train", "n_embd", "n_params", "size")
@@ -284,8 +288,10 @@ def _model_card(http: Request, name: str) -> dict[str, Any]:
 
 async def list_models(http: Request) -> Response:
     """``GET /v1/models``."""
-    names = models_of(http).files
-    return Json({"object": "list", "data": [_model_card(http, name) for name in names]})
+    names = list(models_of(http).files)
+    data = [_model_card(http, name) for name in names]
+    page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}  # Anthropic's
+    return Json({"object": "list", "data": data, **page})
 
 
 async def show_model(http: Request) -> Response:

@@ -84,7 +84,7 @@ class GenerationHandle:
     @property
     def stop_string(self) -> str | None:
         """The stop string that ended the request, or None."""
-        return self._request.stream.stopped
+        return self._request.stop_string
 
     @property
     def sequence(self) -> LlamaSequence:

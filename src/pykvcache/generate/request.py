@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from pykvcache.errors import ClosedError
 from pykvcache.sampling import Sampler
 from pykvcache.sequence.logprobs import likeliest
 from pykvcache.sequence.sequence import LlamaSequence
-from pykvcache.sequence.text import Stop, TextState, TextStream
+from pykvcache.sequence.text import Stop, TextStream
 
 if TYPE_CHECKING:
     from pykvcache.generate.generator import BatchGenerator
@@ -73,11 +74,11 @@ class GenerationRequest:
         self.cells = sequence._cells
         self.priority, self.order, self.is_owned = priority, order, is_owned
         self._stop = stop
-        self.stream = TextStream(stop.strings)
-        self._seen = 0  # tokens that `look` has processed
         self._text: str | None = None
-        # Number of tokens read by `text`, their text, and the decoder's state; replaced together.
-        self._shown = 0, "", TextState()
+        # Number of tokens that were decoded, their text, and the decoder; replaced together,
+        # because any thread may read the text.
+        self._decoded = 0, "", TextStream(stop.strings)
+        self.stop_string: str | None = None
         self.lane = lib.Lane(
             self.cells.ledger,
             sampler.native,
@@ -106,24 +107,22 @@ class GenerationRequest:
         """The text of the new tokens so far; it ends before a stop string."""
         if self._text is None:
             is_whole = self.finish is not None
-            text = self._read_text(is_whole)
+            text, stream = self._decode()
             if not is_whole:
                 return text
-            self._text = text
+            self._text = text + stream.finish()
         return self._text
 
-    def _read_text(self, is_whole: bool) -> str:
-        """Return the text so far; reads only tokens that are new since the last call."""
-        n, text, state = self._shown
-        tokens, rules, parts = self.tokens[n:], self.stream.rules, [text]
+    def _decode(self) -> tuple[str, TextStream]:
+        """Return the text so far and a copy of its decoder; reads only tokens that are new."""
+        n, text, known = self._decoded
+        tokens, stream, parts = self.tokens[n:], copy.copy(known), [text]
         for token in tokens:
             if token not in self._stop.tokens:
-                piece = self.sequence.context.model.token_to_piece(token)
-                new, state = rules.after(state, piece)
-                parts.append(new)
+                parts.append(stream.feed(self.sequence.context.model.token_to_piece(token)))
         text = "".join(parts)
-        self._shown = n + len(tokens), text, state
-        return text + rules.after(state, b"", final=True)[0] if is_whole else text
+        self._decoded = n + len(tokens), text, stream
+        return text, copy.copy(stream)
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -165,7 +164,7 @@ class GenerationRequest:
             self.end("error", lane.error)
         elif (
             lane.is_over
-            or self.stream.stopped is not None
+            or self.stop_string is not None
             or (tokens and tokens[-1] in self._stop.tokens)
         ):
             self.end("stop")
@@ -175,14 +174,13 @@ class GenerationRequest:
     def _read(self) -> None:
         """Search the new tokens for stop strings, and record their log-probabilities."""
         tokens, rows = self.tokens, self.lane.rows
-        for i in range(self._seen, len(tokens)):
-            if self.n_logprobs and len(self.logprobs) == i:
+        if self.n_logprobs:
+            for i in range(len(self.logprobs), len(tokens)):
                 row = rows[i - len(tokens)]
                 self.logprobs.append(likeliest(row, self.n_logprobs, tokens[i]))
-            if self._stop.strings and tokens[i] not in self._stop.tokens:
-                self.stream.feed(self.sequence.context.model.token_to_piece(tokens[i]))
-            self._seen = i + 1
-        rows.clear()
+            rows.clear()
+        if self._stop.strings:
+            self.stop_string = self._decode()[1].stopped
 
     def end(self, reason: FinishReason, error: Exception | None = None) -> None:
         """Record why the request ended, unless it has ended before."""
@@ -191,7 +189,8 @@ class GenerationRequest:
                 reason = "aborted"  # `finish_reason` already says so
             if self._stop.strings:
                 with contextlib.suppress(ClosedError):  # the model is closed
-                    self._text = self._read_text(True)
+                    text, stream = self._decode()
+                    self._text = text + stream.finish()
             self.error = error
             self.times.finished = time.perf_counter()
             self.finish = reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, cast
+from typing import TYPE_CHECKING, SupportsIndex, cast
 
 from pykvcache._arguments import TokenInput, as_int
 from pykvcache.errors import ArgumentError, ClosedError, UnsupportedOperation
@@ -13,7 +13,7 @@ from pykvcache.errors import ArgumentError, ClosedError, UnsupportedOperation
 if TYPE_CHECKING:
     from pykvcache.model import LlamaModel
 
-__all__ = ["Stop", "StopInput", "TextRules", "TextState", "TextStream", "piece_of", "text_of"]
+__all__ = ["Stop", "StopInput", "TextStream", "piece_of", "text_of"]
 
 #: What ends a generation: a string, a token id, or several of both; None for nothing.
 StopInput = str | SupportsIndex | Iterable[str | SupportsIndex] | None
@@ -78,51 +78,44 @@ class Stop:
             model.token_to_piece(0)
 
 
-class TextState(NamedTuple):
-    """State of a text stream: bytes and characters held back, and the stop string that matched."""
-
-    rest: bytes = b""
-    held: str = ""
-    stopped: str | None = None
-
-
-class TextRules:
-    """Converts the bytes of tokens to text.
+class TextStream:
+    """Converts a stream of tokens' bytes to text, as soon as it is final.
 
     The beginning of an incomplete character and any possible beginning of a stop string are held
-    back.
+    back. Once a stop string is complete, `stopped` names it: the text before it is returned, and
+    nothing after it.
     """
 
-    __slots__ = ("_longest", "strings")
+    __slots__ = ("_held", "_longest", "_rest", "stopped", "strings")
 
     def __init__(self, strings: Sequence[str] = ()) -> None:
         self.strings = tuple(strings)
         self._longest = max(map(len, self.strings), default=0)
+        self._rest, self._held = b"", ""
+        self.stopped: str | None = None
 
-    def after(
-        self, state: TextState, piece: bytes, *, final: bool = False
-    ) -> tuple[str, TextState]:
-        """Return the text that is final after more bytes, and the new state.
-
-        Once a stop string is complete, `stopped` names it: the text before it is returned, and
-        nothing after it. With ``final``, held-back text is returned too, and bytes that never
-        became a character are U+FFFD.
-        """
-        if state.stopped is not None:
-            return "", state
-        data = state.rest + piece
+    def feed(self, piece: bytes, *, final: bool = False) -> str:
+        """Take the bytes of one token; return the text that is final now."""
+        if self.stopped is not None:
+            return ""
+        data = self._rest + piece
         new, used = codecs.utf_8_decode(data, "replace", final)
-        rest = data[used:]
+        self._rest = data[used:]
         if not self.strings:
-            return new, TextState(rest)
-        text = state.held + new
+            return new
+        text, self._held = self._held + new, ""
         found = [(at, s) for s in self.strings if (at := text.find(s)) >= 0]
         if found:
             # The earliest match wins; on a tie the shortest, which was complete first.
-            at, stopped = min(found, key=lambda hit: (hit[0], len(hit[1])))
-            return text[:at], TextState(rest, "", stopped)
+            at, self.stopped = min(found, key=lambda hit: (hit[0], len(hit[1])))
+            return text[:at]
         certain = len(text) if final else len(text) - self._suspicious(text)
-        return text[:certain], TextState(rest, text[certain:])
+        self._held = text[certain:]
+        return text[:certain]
+
+    def finish(self) -> str:
+        """Return the held-back text; bytes that never became a character are U+FFFD."""
+        return self.feed(b"", final=True)
 
     def _suspicious(self, text: str) -> int:
         """Return the length of the longest suffix that begins a stop string."""
@@ -131,28 +124,3 @@ class TextRules:
             if any(s.startswith(end) for s in self.strings):
                 return n
         return 0
-
-
-class TextStream:
-    """Converts a stream of tokens' bytes to text, as soon as it is final."""
-
-    __slots__ = ("_state", "rules")
-
-    def __init__(self, strings: Sequence[str] = ()) -> None:
-        self.rules = TextRules(strings)
-        self._state = TextState()
-
-    @property
-    def stopped(self) -> str | None:
-        """The stop string that ended the text; None before."""
-        return self._state.stopped
-
-    def feed(self, piece: bytes) -> str:
-        """Take the bytes of one token; return the text that is final now."""
-        text, self._state = self.rules.after(self._state, piece)
-        return text
-
-    def finish(self) -> str:
-        """Return the held-back text; bytes that never became a character are U+FFFD."""
-        text, self._state = self.rules.after(self._state, b"", final=True)
-        return text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -390,19 +390,18 @@ class LlamaSequence(Closing):
         UnsupportedOperation
             A stop string was given, but the model has no vocabulary; raised by the call itself.
         """
-        return self._generation(max_tokens, sampler, stop, on_full, n_keep, logprobs, as_text=False)
+        return self._generation(Generation, max_tokens, sampler, stop, on_full, n_keep, logprobs)
 
     def _generation(
         self,
+        kind: type[_G],
         max_tokens: SupportsIndex | None,
         sampler: Sampler | None,
         stop: StopInput,
         on_full: OnFull | None,
         n_keep: SupportsIndex,
         logprobs: SupportsIndex,
-        *,
-        as_text: bool,
-    ) -> Generation:
+    ) -> _G:
         if on_full is None:
             on_full = "stop" if max_tokens is None else "raise"
         if not isinstance(on_full, str):
@@ -417,8 +416,8 @@ class LlamaSequence(Closing):
             )
         self._check_open()
         stops = Stop.of(stop, self._context.model.n_vocab)
-        stops.check_text(self._context.model, always=as_text)
-        return Generation(
+        stops.check_text(self._context.model, always=kind is TextGeneration)
+        return kind(
             self,
             MOST if max_tokens is None else as_int(max_tokens, "max_tokens", 0, MOST),
             check_sampler(sampler, self._context.model),
@@ -426,7 +425,6 @@ class LlamaSequence(Closing):
             on_full,
             as_int(n_keep, "n_keep", 0, MOST),
             as_int(logprobs, "logprobs", 0, self._context.model.n_vocab),
-            as_text=as_text,
         )
 
     def stream(
@@ -451,9 +449,8 @@ class LlamaSequence(Closing):
         UnsupportedOperation
             The model has no vocabulary; raised by the call itself.
         """
-        return TextGeneration(
-            self._generation(max_tokens, sampler, stop, on_full, n_keep, logprobs, as_text=True)
-        )
+        options = max_tokens, sampler, stop, on_full, n_keep, logprobs
+        return self._generation(TextGeneration, *options)
 
     # Park, save, close ----------------------------------------------------------------------
 
@@ -622,13 +619,13 @@ class LlamaSequence(Closing):
         return n
 
 
-class Generation(Iterator[int]):
-    """Iterator of `LlamaSequence.generate`; each token is appended before it is yielded.
+_G = TypeVar("_G", bound="_Generation")
 
-    Each step continues from the sequence's current tokens: it may be edited, parked or forked
-    between steps. Only the newest generation of a sequence can continue; an older one raises
-    `OvertakenError`.
-    """
+
+class _Generation:
+    """A generation of a sequence, one token at a time: the base of two iterators."""
+
+    _is_text = False
 
     def __init__(
         self,
@@ -639,8 +636,6 @@ class Generation(Iterator[int]):
         on_full: OnFull,
         n_keep: int,
         n_logprobs: int,
-        *,
-        as_text: bool,
     ) -> None:
         self._sequence = sequence
         self._most = max_tokens
@@ -651,7 +646,7 @@ class Generation(Iterator[int]):
         self._n_logprobs = n_logprobs
         self._chosen: list[int] = []
         self._logprobs: list[dict[int, float]] = []
-        self._text = TextStream(stop.strings) if as_text or stop.strings else None
+        self._text = TextStream(stop.strings) if self._is_text or stop.strings else None
         self._finish: FinishReason | None = None
 
     @property
@@ -676,12 +671,6 @@ class Generation(Iterator[int]):
         """`logprobs` with the text of each token."""
         model = self._sequence.context.model
         return named(model, self._chosen, self._logprobs, self._n_logprobs)
-
-    def __next__(self) -> int:
-        token = self._next()[0]
-        if token is None:
-            raise StopIteration
-        return token
 
     def _next(self) -> tuple[int | None, str]:
         """Return the next token (None at the end) and the text that is final with it."""
@@ -751,38 +740,33 @@ class Generation(Iterator[int]):
         self._sequence._discard(self._n_keep, self._n_keep + gone, reevaluate=True)
 
 
-class TextGeneration(Iterator[str]):
-    """Iterator of `LlamaSequence.stream`: text in whole characters.
+class Generation(_Generation, Iterator[int]):
+    """Iterator of `LlamaSequence.generate`; each token is appended before it is yielded.
 
-    It covers the tokens chosen by this generation, see `Generation`.
+    Each step continues from the sequence's current tokens: it may be edited, parked or forked
+    between steps. Only the newest generation of a sequence can continue; an older one raises
+    `OvertakenError`.
     """
 
-    def __init__(self, tokens: Generation) -> None:
-        self._tokens = tokens
-        self._finished = False
+    def __next__(self) -> int:
+        token = self._next()[0]
+        if token is None:
+            raise StopIteration
+        return token
 
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Why the text ended, as for `Generation`; None before it ended."""
-        return self._tokens.finish_reason
 
-    @property
-    def logprobs(self) -> list[dict[int, float]]:
-        """As for `Generation`."""
-        return self._tokens.logprobs
+class TextGeneration(_Generation, Iterator[str]):
+    """Iterator of `LlamaSequence.stream`: text in whole characters."""
 
-    @property
-    def token_logprobs(self) -> list[TokenLogprob]:
-        """As for `Generation`."""
-        return self._tokens.token_logprobs
+    _is_text = True
 
     def __next__(self) -> str:
-        while not self._finished:
-            token, text = self._tokens._next()
+        while True:
+            token, text = self._next()
             if token is None:
-                assert self._tokens._text is not None
-                text = self._tokens._text.finish()
-                self._finished = True
+                assert self._text is not None
+                text = self._text.finish()
+                if not text:
+                    raise StopIteration
             if text:
                 return text
-        raise StopIteration

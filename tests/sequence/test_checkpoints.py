@@ -45,7 +45,7 @@ def test_checkpoints_keep_to_their_budget(
             assert first <= 100 - ctx.model.n_swa
             assert last == 100
         else:
-            assert points.has_state_at(100)
+            assert points.state_at(100) is not None
     for i, sequence in enumerate(some):
         sequence.truncate(60)
         wanted = fresh_logits(name, np.roll(tokens, i)[:60])

@@ -9,7 +9,7 @@ from pykvcache.generate.request import GenerationRequest
 from pykvcache.prefix.core import CacheCore
 from pykvcache.prefix.sequence import Request, request_of
 from pykvcache.sequence.ledger import common_prefix
-from pykvcache.sequence.pool import SequencePool, Stage
+from pykvcache.sequence.pool import SequencePool
 
 __all__ = ["Schedule"]
 
@@ -53,8 +53,7 @@ class Schedule:
         self.max_sequences = max_sequences
         self.waiting: list[GenerationRequest] = []
         self.running: list[GenerationRequest] = []
-        #: On during a step, so that no running or starting request is parked.
-        self.stage = Stage()
+        self.stage = object()  # what the pool knows as this generator's step
         self._sought: list[Request] = []
 
     def __len__(self) -> int:

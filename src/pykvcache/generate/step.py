@@ -75,12 +75,11 @@ class Stepper:
             if made is not None:
                 return made
         self._ungroup()
-        stage = schedule.stage
         try:
-            stage.is_on = True
+            schedule.pool.stage = schedule.stage
             made = self._step()
         finally:
-            stage.is_on = False
+            schedule.pool.stage = None
         self._turns = schedule.pool.turns
         return made
 

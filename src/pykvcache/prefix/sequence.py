@@ -160,7 +160,7 @@ class CachedSequence(LlamaSequence):
         cells, n = self._cells, self._request.report.n_tokens
         if row is not None and self._core.keep_logits and n == len(self):
             cells.points.row = n, row.copy()
-            if not cells.points.has_state_at(n):
+            if cells.points.state_at(n) is None:
                 cells.checkpoint()  # a single new token takes none by itself
 
     def close(self, *, keep: SupportsIndex | None = None) -> None:

@@ -22,7 +22,7 @@ from pykvcache.errors import (
 )
 from pykvcache.sequence.checkpoints import CheckpointPolicy, Checkpoints, WindowChunk
 from pykvcache.sequence.ledger import Ledger
-from pykvcache.sequence.pool import SequencePool, Stage
+from pykvcache.sequence.pool import SequencePool
 
 __all__ = ["PutBack", "SequenceCells", "check_length"]
 
@@ -57,7 +57,7 @@ class SequenceCells:
         self._row: tuple[int, Row] | None = None
         self.pins = 0
         self.branches: set[int] = set()  # points where other prompts diverge: checkpoint candidates
-        self.stage: Stage | None = None
+        self.stage: object = None
         # The saved state that equal sequences (a fork and its origin) share while one of them is
         # parked. Keyed by (version, n_held).
         self._twins: tuple[tuple[int, int], weakref.WeakSet[PutBack]] | None = None
@@ -92,7 +92,7 @@ class SequenceCells:
     @property
     def is_pinned(self) -> bool:
         """Whether it takes part in the current step and must not be parked."""
-        return self.pins > 0 or (self.stage is not None and self.stage.is_on)
+        return self.pins > 0 or (self.stage is not None and self.stage is self.pool.stage)
 
     # Attach and park ------------------------------------------------------------------------
 

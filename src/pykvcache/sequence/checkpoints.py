@@ -114,10 +114,6 @@ class Checkpoints:
         """Return the state after n tokens; None if there is none."""
         return next((point.state for point in self.states if point.n == n), None)
 
-    def has_state_at(self, n: int) -> bool:
-        """Return whether a state exists after n tokens."""
-        return self.state_at(n) is not None
-
     def add_state(self, n: int, state: lib.StatePart) -> None:
         """Add a state; replace one after the same number of tokens."""
         self.states = [point for point in self.states if point.n != n]

@@ -16,7 +16,7 @@ from pykvcache.sequence.checkpoints import Checkpoint, WindowChunk
 if TYPE_CHECKING:
     from pykvcache.sequence.cells import SequenceCells
 
-__all__ = ["SequencePool", "Stage", "pool_of"]
+__all__ = ["SequencePool", "pool_of"]
 
 #: llama.cpp pads the attended cells to a multiple of this: fewer cells cost the same.
 PADDING = 256
@@ -24,15 +24,6 @@ PADDING = 256
 #: A decode reads all cells up to the highest one. Parking and restoring a sequence copies its
 #: cells four times, plus call overhead: about this many steps' worth.
 IDLE_STEPS = 16
-
-
-class Stage:
-    """Sequences that run together; while it is on, none of them is parked."""
-
-    __slots__ = ("is_on",)
-
-    def __init__(self) -> None:
-        self.is_on = False
 
 
 class SequencePool(lib.Turns):
@@ -51,6 +42,8 @@ class SequencePool(lib.Turns):
         self._lent: OrderedDict[int, weakref.ref[SequenceCells]] = OrderedDict()
         # All existing sequences, including parked ones.
         self.members: weakref.WeakSet[SequenceCells] = weakref.WeakSet()
+        #: What makes a step now; the sequences of this stage are not parked.
+        self.stage: object = None
         self._idle_steps = 0
         self._last_alone: int | None = None
         #: Called with the first token, the end and the duration in seconds of each evaluation.

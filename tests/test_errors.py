@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import builtins
 import copy
 import pickle
 import re
@@ -90,7 +89,7 @@ def test_errors_of_one_meaning_have_a_common_base(base: str, names: set[str]) ->
 
 def test_what_is_wrong_with_a_state_is_always_an_attribute() -> None:
     wanted = ("StateDamaged", "StateTruncated", "StateTrailingBytes", "StateVersionError")
-    for path in Path(errors.__file__).parent.rglob("*.py"):
+    for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "id", None) in wanted:
                 named = {keyword.arg for keyword in node.keywords}
@@ -98,58 +97,6 @@ def test_what_is_wrong_with_a_state_is_always_an_attribute() -> None:
 
 
 PACKAGE = Path(errors.__file__).parent
-# Programs print what they raise themselves; nobody catches it.
-PROGRAMS = ("cli/", "demo/")
-# Names in texts that say where or why, and are no facts about what was given.
-BESIDE = {
-    "error": "another error's words; it is the cause",
-    "text": "the same, cut off",
-    "why": "words alone",
-    "needs": "words alone",
-    "hint": "words alone: what to do instead",
-    "known": "the limit, as words",
-    "held": "the same",
-    "params": "options of the context that is not made; the error names the one it is about",
-    "first": "see limit",
-    "last": "see reason",
-    "self._n_keep": "an argument of the same call",
-    "shown": "a function: how a value is written",
-    "_name": "the same, of a dtype",
-    "native.memory_kind": "what the context is, which ctx.memory_kind tells",
-}
-
-
-def leaves(node: ast.AST) -> set[str]:
-    """Variables and attributes that an expression is made of, without what Python itself has."""
-    found, inner = set(), set()
-    for one in ast.walk(node):
-        if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name):
-            if one.value.id in ("self", "native"):
-                inner.add(one.value)
-                found.add(f"{one.value.id}.{one.attr}")
-        elif isinstance(one, ast.Name) and one not in inner:
-            found.add(one.id)
-    named = {one for one in found if not one.isupper()}  # others are constants
-    return named - set(dir(builtins)) - set(BESIDE) - {"self", "native"}
-
-
-def facts_in_texts(path: Path) -> list[str]:
-    """Errors whose text has a value that is none of their attributes."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            name, raised = node.func.id, getattr(errors, node.func.id, None)
-        else:
-            continue
-        if name not in ("ValueError", "IndexError", "KeyError", "RuntimeError") and raised is None:
-            continue
-        given = [*node.args, *(keyword.value for keyword in node.keywords)]
-        texts = [one for one in given if isinstance(one, ast.JoinedStr)]
-        told = {leaf for one in given if one not in texts[:1] for leaf in leaves(one)}
-        if texts and leaves(texts[0]) - told:
-            facts = ", ".join(sorted(leaves(texts[0]) - told))
-            found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {name}: {facts}")
-    return found
 
 
 def test_no_builtin_is_raised_in_the_compiled_layer() -> None:
@@ -166,7 +113,6 @@ def ctx_of(make_context: Any) -> LlamaContext:
     return ctx
 
 
-TOO_LONG = 2**20 + 1
 REFUSED: list[tuple[Callable[[LlamaContext], Any], type[Exception], str, object, object]] = [
     (lambda c: c.logits(9), IndexError, "logits", 9, 1),
     (lambda c: c.model.detokenize([5, 2**30]), IndexError, "tokens[1]", 2**30, None),

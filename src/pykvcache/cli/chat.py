@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import signal
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -31,6 +29,7 @@ from pykvcache.cli.terminal import is_terminal, load_model, note, one_line, open
 from pykvcache.context import LlamaContext
 from pykvcache.errors import KvCacheError
 from pykvcache.sampling import Sampler
+from pykvcache.sequence.pool import pool_of
 from pykvcache.sequence.sequence import LlamaSequence
 
 __all__ = ["Chat", "chat"]
@@ -191,29 +190,12 @@ class Files:
         self.write(one, path)
 
     def write(self, one: Conversation, path: str) -> int:
-        """Write a conversation, and return the file's size in bytes; Ctrl-C waits."""
-        with _delayed_ctrl_c():  # else the file may look as if another program had written it
+        """Write a conversation, and return the file's size in bytes."""
+        # A turn of the pool defers Ctrl-C: else it may look as if another program had written it.
+        with pool_of(one.context):
             size = one.save(path)
             self.add(path, _id_of(path), one.snapshot())
         return size
-
-
-@contextlib.contextmanager
-def _delayed_ctrl_c() -> Iterator[None]:
-    """Delay a Ctrl-C within the block until its end."""
-    # A handler that was not installed from Python cannot be put back.
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is None:
-        yield
-        return
-    pressed: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if pressed:
-            signal.raise_signal(signal.SIGINT)
 
 
 def _id_of(path: str) -> FileId | None:

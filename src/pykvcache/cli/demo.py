@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from pykvcache.cli.options import model_option, number, option, threads_option
@@ -21,7 +23,7 @@ __all__ = ["demo"]
 @threads_option
 @click.option("--quick", is_flag=True, help="Generate less.")
 @click.option("--plain", is_flag=True, help="No colour.")
-def demo(model: str, seed: int, n_ctx: int, threads: int | None, quick: bool, plain: bool) -> int:
+def demo(model: str, **options: Any) -> int:
     """Fork, rewind and shift a story, and compare each result with a fresh run.
 
     It takes a few seconds on the small model of the package, and a minute or two on one of a few
@@ -29,5 +31,4 @@ def demo(model: str, seed: int, n_ctx: int, threads: int | None, quick: bool, pl
     """
     from pykvcache.demo import run
 
-    right = run(model, seed=seed, n_ctx=n_ctx, n_threads=threads, quick=quick, plain=plain)
-    return 0 if right else 1
+    return 0 if run(model, **options) else 1

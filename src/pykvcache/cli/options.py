@@ -118,7 +118,7 @@ layers_option = option(
     type=number(0, 2**31 - 1),
 )
 threads_option = option(
-    "--threads",
+    "--threads n_threads",
     "Number of threads. Default: all available CPUs for prompts, and one thread per 16 MiB of "
     "weights, at most one per CPU, for single tokens.",
     type=number(1, 512),

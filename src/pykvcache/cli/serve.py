@@ -28,6 +28,7 @@ from pykvcache.cli.options import (
     template_option,
     threads_option,
 )
+from pykvcache.cli.terminal import context_arguments
 from pykvcache.llm import as_tiers, is_folder
 from pykvcache.prefix.policies import DEFAULT, POLICIES
 
@@ -220,13 +221,12 @@ def serve(
         stored = Responses(as_tiers(list(tiers), folder_bytes), options["secret"])
     except (ImportError, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from None
-    names = ("n_ctx", "type_k", "type_v", "swa_full", "secret", "tier_seconds", "n_gpu_layers")
-    context = {name: options[name] for name in names}
+    context = context_arguments(options)
+    context |= {
+        name: options[name] for name in ("policy", "secret", "tier_seconds", "n_gpu_layers")
+    }
     context.update(
         n_parallel=options["parallel"],
-        policy=options["policy"],
-        n_threads=options["threads"],
-        adapters=[*options["lora"], *options["lora_scaled"]],
         cache=list(tiers),
         folder_bytes=folder_bytes,
         ram_bytes=None if ram_mib is None else ram_mib << 20,

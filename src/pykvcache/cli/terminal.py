@@ -30,9 +30,8 @@ __all__ = [
 #: Fewer tokens and smaller files are read before a progress bar could be seen.
 FEW_TOKENS, SMALL_FILE = 256, 1 << 28
 POLL = 0.05
-#: Arguments of `LlamaContext` by the names of options.
-_CONTEXT = {name: name for name in ("n_ctx", "type_k", "type_v", "swa_full")}
-_CONTEXT["threads"] = "n_threads"
+#: Options that are arguments of `LlamaContext`.
+_CONTEXT = ("n_ctx", "type_k", "type_v", "swa_full", "n_threads")
 
 
 def note(text: str) -> None:
@@ -76,7 +75,7 @@ def load_model(path: str, n_gpu_layers: int | None = None, **options: Any) -> Ll
 
 def context_arguments(options: dict[str, Any]) -> dict[str, Any]:
     """Return those of `options` that ``context_options`` adds, as arguments of `LlamaContext`."""
-    found = {_CONTEXT[name]: value for name, value in options.items() if name in _CONTEXT}
+    found = {name: options[name] for name in _CONTEXT if name in options}
     return found | {"adapters": [*options.get("lora", ()), *options.get("lora_scaled", ())]}
 
 

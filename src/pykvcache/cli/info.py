@@ -55,25 +55,15 @@ def info(
     file: str,
     model: str | None,
     n_ctx: int | None,
-    n_seq_max: int,
-    type_k: str,
-    type_v: str,
-    swa_full: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Show which kind of memory a GGUF uses, the operations that it allows, and its size.
 
     The size is what the memory takes in a context with these options and default values for the
     rest.
     """
-    facts = describe(
-        model or file,
-        n_ctx,
-        n_seq_max=n_seq_max,
-        type_k=type_k,
-        type_v=type_v,
-        swa_full=swa_full,
-    )
+    facts = describe(model or file, n_ctx, **options)
     if as_json:
         click.echo(json.dumps(facts, ensure_ascii=False, indent=1))
     else:

@@ -25,7 +25,6 @@ from pykvcache.enums import (
 )
 from pykvcache.errors import ClosedError, ContextCreateError
 from pykvcache.facts import PerfData
-from pykvcache.introspection import IntrospectionMethods
 from pykvcache.kv import KvMethods
 from pykvcache.memory import KvCacheMethods
 from pykvcache.model import LlamaModel
@@ -40,7 +39,6 @@ _log = logging.getLogger("pykvcache")
 class LlamaContext(
     DecodeMethods,
     KvCacheMethods,
-    IntrospectionMethods,
     PictureMethods,
     KvMethods,
     LlamaFileMethods,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,10 +11,9 @@ from pykvcache._drawing.canvas import figure_svg
 from pykvcache._drawing.cells import draw_cells, draw_history
 from pykvcache._drawing.html import table_html
 from pykvcache._extras import how_to_install
-from pykvcache._native import lib
 from pykvcache.enums import MemoryPart
 from pykvcache.errors import UnsupportedOperation
-from pykvcache.introspection import CellTable, MemoryInfo, SequenceRange
+from pykvcache.introspection import IntrospectionMethods
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,25 +21,10 @@ if TYPE_CHECKING:
 __all__ = ["CellHistory", "PictureMethods"]
 
 
-class _Context(Protocol):
-    """What pictures use of a `LlamaContext`."""
-
-    _native: lib.Context
-
-    @property
-    def memory_info(self) -> MemoryInfo: ...
-
-    def cells(self, part: MemoryPart | None = None) -> CellTable: ...
-
-    def sequences(self) -> dict[int, SequenceRange]: ...
-
-    def plot(self, part: MemoryPart | None = None) -> Figure: ...
-
-
-class PictureMethods:
+class PictureMethods(IntrospectionMethods):
     """The plotting methods of `LlamaContext`; a base class."""
 
-    def plot(self: _Context, part: MemoryPart | None = None) -> Figure:
+    def plot(self, part: MemoryPart | None = None) -> Figure:
         """Draw cells by sequence and position, and in memory order (needs the extra ``plot``).
 
         Parameters
@@ -70,7 +54,7 @@ class PictureMethods:
         title = f"{len(table)} cells of {len(self.sequences())} sequences"
         return draw_cells(table, info.n_streams, n_cells, title)
 
-    def _repr_html_(self: _Context) -> str:
+    def _repr_html_(self) -> str:
         if self._native.is_closed:
             return table_html("LlamaContext (closed)", [])
         info = self.memory_info
@@ -114,7 +98,7 @@ class CellHistory:
     True
     """
 
-    def __init__(self, context: _Context) -> None:
+    def __init__(self, context: PictureMethods) -> None:
         self._context = context
         self._start = time.perf_counter()
         self.seconds: list[float] = []

@@ -14,7 +14,7 @@ import pytest
 
 from memory.kit import CASES, PARTIAL, SHIFTABLE, Bench, Case, apart
 from pykvcache import LlamaBatch
-from pykvcache.errors import PositionError, UnsupportedOperation
+from pykvcache.errors import PositionError
 
 MakeBench = Callable[..., Bench]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
@@ -139,24 +139,6 @@ def test_shifts_of_a_whole_sequence_change_no_logits(
     b.check()
 
 
-@pytest.mark.hazard("M32")
-@shiftable_case
-def test_cells_that_another_sequence_shares_are_not_shifted(case: Case, bench: MakeBench) -> None:
-    b = bench(case)
-    b.feed(0, 20)
-    b.ctx.copy_kv_cache_seq(0, 1)
-    b.held[1] = b.held[0].copy()
-    # Streams have separate cells; a state is shared in either mode until the next decode.
-    if case.unified or case.info.has_recurrent_state:
-        with pytest.raises(UnsupportedOperation, match="shares cells"):
-            b.ctx.kv_cache_seq_add(0, None, None, 5)
-        b.check()
-        assert b.ctx.clear_kv_cache_seq(1)
-        b.held[1] = []
-    shift(b, 0, 5)
-    b.check()
-
-
 @pytest.mark.hazard("M30")
 @shiftable_case
 def test_impossible_shifts_are_refused_and_change_nothing(case: Case, bench: MakeBench) -> None:
@@ -168,32 +150,3 @@ def test_impossible_shifts_are_refused_and_change_nothing(case: Case, bench: Mak
             b.ctx.kv_cache_seq_add(0, 0, None, delta)
         b.positions()
     b.check()
-
-
-@pytest.mark.parametrize("case", [c for c in SHIFTABLE if c.info.has_recurrent_state], ids=str)
-def test_a_part_of_a_state_is_not_shifted(case: Case, bench: MakeBench) -> None:
-    b = bench(case)
-    b.feed(0, 20)
-    for p0, p1 in [(5, None), (0, 19), (None, 3), (19, 20)]:
-        with pytest.raises(UnsupportedOperation):
-            b.ctx.kv_cache_seq_add(0, p0, p1, 2)
-        with pytest.raises(UnsupportedOperation):
-            b.ctx.kv_cache_seq_div(0, p0, p1, 2)
-    b.check()
-
-
-@pytest.mark.hazard("M23", "M24", "M25", "N262")
-@pytest.mark.parametrize("case", [c for c in CASES if not c.info.can_shift], ids=str)
-def test_keys_that_llama_cpp_cannot_rotate_are_refused(case: Case, bench: MakeBench) -> None:
-    # M-RoPE aborts at once, a cache without rotary layers at the next decode.
-    b = bench(case)
-    b.feed(0, 20)
-    assert b.ctx.kv_cache_can_shift() is False
-    assert b.ctx.memory_info.can_shift is False
-    for p0, p1, delta in [(None, None, 1), (0, None, 100), (5, 9, -1)]:
-        with pytest.raises(UnsupportedOperation):
-            b.ctx.kv_cache_seq_add(0, p0, p1, delta)
-    with pytest.raises(UnsupportedOperation):
-        b.ctx.kv_cache_seq_div(0, None, None, 2)
-    b.ctx.kv_cache_update()
-    b.check(n=2)

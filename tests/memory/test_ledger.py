@@ -14,7 +14,7 @@ import pytest
 
 from memory.ledger_kit import Twin
 from pykvcache import LlamaContext, LlamaModel
-from pykvcache.errors import PositionError, UnsupportedOperation
+from pykvcache.errors import UnsupportedOperation
 from support.ledger import END
 from support.models import make_model
 
@@ -81,22 +81,6 @@ def test_a_division_puts_later_cells_before_earlier_ones(
     t.remove(0, 3, 4)
     t.add(0, 4, None, 3)
     t.decode(0, 2)
-
-
-@pytest.mark.hazard("M33")
-@shifting
-def test_moves_onto_other_cells_are_refused(name: str, unified: bool, twin: MakeTwin) -> None:
-    t = twin(name, unified)
-    t.decode(0, 30)
-    for p0, p1, delta in [(10, None, -1), (5, 10, 1), (0, 1, 29), (None, 29, 1)]:
-        with pytest.raises(PositionError):
-            t.ctx.kv_cache_seq_add(0, p0, p1, delta)
-        t.positions()
-    for p0, p1, d in [(10, None, 2), (29, 30, 29), (2, 10, 255)]:
-        with pytest.raises(PositionError):
-            t.ctx.kv_cache_seq_div(0, p0, p1, d)
-        t.positions()
-    t.decode(0, 3)
 
 
 # Keys of fewer bits: each move unpacks, rotates and packs a key, and rounds once more. These are

@@ -58,6 +58,9 @@ def possible(case: Case) -> set[str]:
     return OPERATIONS - refused
 
 
+@pytest.mark.hazard(
+    "M7", "M12", "M13", "M14", "M21", "M22", "M23", "M24", "M25", "M32", "M33", "N262"
+)
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_a_random_program_does_what_the_reference_says(
     case: Case,

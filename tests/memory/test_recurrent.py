@@ -32,27 +32,6 @@ def test_all_sequences_can_be_removed(case: Case, bench: MakeBench) -> None:
     b.check()
 
 
-@pytest.mark.hazard("M12", "M13", "M14")
-@whole_case
-def test_a_part_is_not_copied(case: Case, bench: MakeBench) -> None:
-    b = bench(case)
-    b.feed(0, 20)
-    b.feed(1, 9)
-    for p0, p1 in [(0, 10), (10, None), (5, 15), (0, 19), (1, 20)]:
-        for dst in (1, 2):
-            with pytest.raises(UnsupportedOperation, match="whole"):
-                b.ctx.copy_kv_cache_seq(0, dst, p0, p1)
-    for n in (1, 19):
-        with pytest.raises(UnsupportedOperation):
-            b.ctx.copy_prefix(0, 1, n)
-        with pytest.raises(UnsupportedOperation):
-            b.ctx.copy_cache(0, 1, n)
-    b.check()
-    b.ctx.copy_prefix(0, 1, len(b.held[0]))
-    b.held[1] = b.held[0].copy()
-    b.check()
-
-
 @pytest.mark.hazard("M16", "M17", "M19")
 @whole_case
 def test_a_part_is_not_removed(case: Case, bench: MakeBench) -> None:

@@ -134,19 +134,6 @@ def test_bools_and_floats_are_not_integers_and_numpy_integers_are(
     b.check()
 
 
-def test_division_may_collide_inside_its_range_only(bench: MakeBench) -> None:
-    b = bench(Case("llama"))
-    b.feed(0, 20)
-    with pytest.raises(PositionError):
-        b.ctx.kv_cache_seq_div(0, 10, None, 2)
-    b.positions()
-    b.ctx.kv_cache_seq_div(0, None, None, 5)
-    assert b.ctx.kv_cache_seq_pos_max(0) == 3
-    b.ctx.kv_cache_seq_add(0, None, None, 20)
-    b.ctx.kv_cache_seq_div(0, 23, None, 23)
-    assert (b.ctx.kv_cache_seq_pos_min(0), b.ctx.kv_cache_seq_pos_max(0)) == (1, 22)
-
-
 @pytest.mark.hazard("M36")
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])
 def test_a_model_without_memory_refuses_and_answers_minus_one(

@@ -18,24 +18,6 @@ stream_partial_case = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.hazard("M7")
-@stream_partial_case
-def test_a_part_is_not_copied_to_another_stream(case: Case, bench: MakeBench) -> None:
-    b = bench(case)
-    b.feed(0, 20)
-    b.feed(1, 9)
-    for p0, p1 in [(0, 19), (1, None), (3, 7), (19, 20), (0, 1)]:
-        for dst in (1, 2):
-            with pytest.raises(UnsupportedOperation, match="stream"):
-                b.ctx.copy_kv_cache_seq(0, dst, p0, p1)
-            b.positions()
-    with pytest.raises(UnsupportedOperation):
-        b.ctx.copy_cache(0, 1, 19)
-    with pytest.raises(UnsupportedOperation):
-        b.ctx.copy_prefix(0, 1, 19)
-    b.check()
-
-
 @pytest.mark.hazard("M8", "M9")
 @stream_case
 def test_ranges_near_the_cache_size_are_right(case: Case, bench: MakeBench) -> None:
@@ -58,20 +40,6 @@ def test_ranges_near_the_cache_size_are_right(case: Case, bench: MakeBench) -> N
         b.ctx.copy_kv_cache_seq(0, 1, 0, p1)
         b.held[1] = b.held[0].copy()
         b.check()
-
-
-@pytest.mark.hazard("M21", "M22")
-@stream_case
-def test_keep_reaches_every_stream(case: Case, bench: MakeBench) -> None:
-    b = bench(case)
-    for seq in range(4):
-        b.feed(seq, 10)
-    b.ctx.kv_cache_seq_keep(1)
-    b.held = {1: b.held[1]}
-    b.positions()
-    for seq in (0, 2, 3):
-        b.feed(seq, 5)
-    b.check()
 
 
 @stream_partial_case
@@ -103,29 +71,6 @@ def test_cells_stay_in_the_stream_of_their_sequence(case: Case, bench: MakeBench
         assert (table.stream[table.members[:, seq]] == seq).all()
         assert table.members[:, seq].sum() == n
     assert (table.members.sum(axis=1) == 1).all()
-
-
-@stream_case
-def test_a_copy_does_not_follow_its_source(case: Case, bench: MakeBench) -> None:
-    # The data is moved by the next decode, whichever sequence that is for.
-    b = bench(case)
-    b.feed(0, 20)
-    for between in ("other", "source", "destination", "update", "clear source"):
-        b.ctx.copy_kv_cache_seq(0, 1)
-        b.held[1] = b.held[0].copy()
-        if between == "other":
-            b.feed(2, 3)
-        elif between == "source":
-            b.feed(0, 3)
-        elif between == "destination":
-            b.feed(1, 3)
-        elif between == "update":
-            b.ctx.kv_cache_update()
-        else:
-            assert b.ctx.clear_kv_cache_seq(0)
-            b.held[0] = []
-            b.feed(0, 30)
-        b.check(1, 0)
 
 
 @pytest.mark.hazard("N244")

@@ -140,6 +140,7 @@ class Mixed(ByHand):
         if one.tokens:
             difference = apart(one.sequence.logits(), self.fresh(one.tokens))
             assert difference < self.case.tolerance, (difference, self.log)
+            assert one.sequence.n_evaluated == len(one.tokens), self.log
 
     def run(self, n_steps: int) -> None:
         names = ABORTED if self.reach else ODDS

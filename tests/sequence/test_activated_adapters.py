@@ -129,19 +129,6 @@ def test_a_plain_adapter_applies_before_it_and_after_it(made: Made) -> None:
         assert differ(wanted, made.right(PROMPT)) > WRONG
 
 
-def test_tokens_before_a_second_invocation_use_the_base_model(made: Made) -> None:
-    with made.context([made.alora]) as ctx:
-        sequence = LlamaSequence(ctx, PROMPT)
-        list(sequence.generate(4))
-        sequence.append([30, 31])
-        assert differ(sequence.logits(), made.right(sequence.tokens)) < RIGHT
-        sequence.append([*INVOCATION, 40])
-        assert sequence.n_evaluated <= len(BEFORE)
-        assert differ(sequence.logits(), made.right(sequence.tokens)) < RIGHT
-        sequence.truncate(len(sequence) - 2)  # now the first one counts again
-        assert differ(sequence.logits(), made.right(sequence.tokens)) < RIGHT
-
-
 def test_truncated_tokens_are_reused_if_they_return(made: Made) -> None:
     with made.context([made.alora]) as ctx:
         sequence = LlamaSequence(ctx, PROMPT)
@@ -348,29 +335,6 @@ BATCH = [
     [*BEFORE[:21], *INVOCATION, 31],
     PROMPT[::-1],
 ]
-
-
-@pytest.mark.parametrize("n_chunk", [7, 512])
-@pytest.mark.parametrize("cached", [False, True])
-def test_batches_of_activated_and_plain_sequences(made: Made, cached: bool, n_chunk: int) -> None:
-    with made.context([made.alora]) as ctx:
-        wanted = []
-        for tokens in BATCH:
-            with LlamaSequence(ctx, tokens) as alone:
-                assert differ(alone.logits(), made.right(tokens)) < RIGHT
-                wanted.append(list(alone.generate(8)))
-        source: Any = PrefixCache(ctx, block_size=8) if cached else ctx
-        for _ in range(2):
-            generator = BatchGenerator(source, n_chunk=n_chunk)
-            handles = [generator.submit(tokens, 8) for tokens in BATCH[:4]]
-            generator.step()
-            handles += [generator.submit(tokens, 8) for tokens in BATCH[4:]]
-            generator.run()
-            assert [handle.tokens.tolist() for handle in handles] == wanted
-            samples = generator.submit(PROMPT, 8, n=3)
-            generator.run()
-            assert [sample.tokens.tolist() for sample in samples] == [wanted[0]] * 3
-            generator.close()
 
 
 @pytest.mark.parametrize("seed", range(6))

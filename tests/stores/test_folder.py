@@ -32,13 +32,16 @@ MAX_BYTES = 8 << 20
 @contextlib.contextmanager
 def running(task: str, root: Path, seed: object) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "stores.worker", task, str(root), str(MAX_BYTES), str(seed)]
-    process = subprocess.Popen(command, cwd=TESTS, stdout=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=TESTS, stdin=pipe, stdout=pipe, text=True)
     try:
         yield process
     finally:
         process.kill()
         process.wait()
+        assert process.stdin is not None
         assert process.stdout is not None
+        process.stdin.close()
         process.stdout.close()
 
 
@@ -84,6 +87,13 @@ def test_kill_9_loses_only_the_block_that_was_being_written(
             writers = [
                 stack.enter_context(running("write", tmp_path, f"{round_}.{i}")) for i in range(2)
             ]
+            # A store that opens removes the rows of blocks that another is about to write.
+            for writer in writers:
+                assert line(writer) == "open"
+            for writer in writers:
+                assert writer.stdin is not None
+                writer.stdin.write("go\n")
+                writer.stdin.flush()
             for writer in writers:
                 for _ in range(dice.randrange(1, 6)):
                     line(writer)

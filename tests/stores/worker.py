@@ -30,6 +30,8 @@ def is_whole(path: Path) -> bool:
 
 def write(folder: str, max_bytes: int, seed: str) -> None:
     with FolderStore(folder, max_bytes) as store:
+        os.write(1, b"open\n")
+        sys.stdin.readline()
         for i in itertools.count():
             name, began = f"{seed}/{i}", time.time()
             if store.put([block(name), block(name + "b", 40_000)]):

@@ -261,7 +261,6 @@ cdef extern from "probe_kv.h" namespace "pykv" nogil:
     bool has_part(const memory*, memory_part)
     vector[uint32_t] part_layers(const memory*, memory_part) except +
     vector[live_cell] part_cells(const memory*, memory_part, llama_seq_id) except +
-    bool in_window(const memory*, llama_pos pos, llama_pos next)
     hadamard_facts part_hadamard(const memory*, memory_part) except +
     live_tensor tensor_at(const memory*, memory_part, uint32_t il, int which, llama_seq_id) except +
     string buffer_of(const live_tensor&) except +

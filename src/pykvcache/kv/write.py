@@ -61,7 +61,7 @@ def _check_parts(
     expected = dict(zip(every.tolist(), all_counts.tolist(), strict=True))
     if any(expected.get(position) != n for position, n in have.items()):
         raise StateError("the window part holds tokens that the attention part does not")
-    seen = every[native.in_window(every.astype(np.int32), last + 1)]
+    seen = every[every >= native.window_needed(last + 1)]
     missing = [position for position in seen.tolist() if position not in have]
     if missing:
         message = f"the window part lacks position {missing[0]}, which the next token sees"

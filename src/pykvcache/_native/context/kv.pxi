@@ -169,18 +169,6 @@ cdef class Arrays(Cells):
             "freq_factors": _floats(factors),
         }
 
-    def in_window(self, const int32_t[::1] positions not None, int32_t next_pos):
-        """Return the window positions that a query at `next_pos` sees."""
-        cdef Py_ssize_t i
-        cdef uint8_t[::1] view
-        seen = np.empty(positions.shape[0], np.uint8)
-        view = seen
-        cdef lib.scoped_lock locked
-        self.lock_read(locked)
-        for i in range(positions.shape[0]):
-            view[i] = lib.in_window(self.mem, positions[i], next_pos)
-        return seen.view(np.bool_)
-
     def take(self, seq_id, bint copy):
         """Return a sequence's cells: per part (part, positions, extended or None, layers).
 

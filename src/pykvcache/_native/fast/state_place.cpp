@@ -302,7 +302,7 @@ bool place(const edit_key & key, memory * m, bool v_trans, llama_seq_id seq, con
                 to.read_cells(cells_in, block, part);
                 continue;
             }
-            rows.push_back({&to, {block, tensor_at(m, block.part, block.layer, block.kind == BLOCK_K ? 0 : 1, seq)}});
+            rows.push_back({&to, {block, tensor_at(m, block.part, block.layer, which_of(block.kind), seq)}});
             if (!fits(block, rows.back().second.tensor)) {
                 return false;
             }

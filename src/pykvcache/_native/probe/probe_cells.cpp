@@ -315,8 +315,7 @@ bool window_has_room(const memory * m, llama_seq_id seq, uint32_t n) {
             while (other == seq || !cells.seq_has(i, other)) {
                 ++other;
             }
-            room += llama_hparams::is_masked_swa(m->hparams->n_swa, m->hparams->swa_type, cells.pos_get(i),
-                                                 cells.seq_pos_max(other) + 1);
+            room += cells.pos_get(i) < window_start(m, cells.seq_pos_max(other) + 1);
         }
     }
     return room >= n;

@@ -111,19 +111,14 @@ std::vector<live_cell> part_cells(const memory * m, memory_part part, llama_seq_
         return result;
     }
     const auto & cells = cache->get_cells(seq);
-    const llama_pos last = cells.seq_pos_max(seq);
+    // Cells outside the window do not count, even if they still exist.
+    const llama_pos first = part == PART_WINDOW ? window_start(m, cells.seq_pos_max(seq)) : 0;
     for (const auto & [pos, cell] : held_cells(cells, seq)) {
-        // Cells outside the window do not count, even if they still exist.
-        if (part == PART_WINDOW && llama_hparams::is_masked_swa(m->hparams->n_swa, m->hparams->swa_type, pos, last)) {
-            continue;
+        if (pos >= first) {
+            result.push_back({pos, cell});
         }
-        result.push_back({pos, cell});
     }
     return result;
-}
-
-bool in_window(const memory * m, llama_pos pos, llama_pos next) {
-    return !llama_hparams::is_masked_swa(m->hparams->n_swa, m->hparams->swa_type, pos, next);
 }
 
 hadamard_facts part_hadamard(const memory * m, memory_part part) {

@@ -58,7 +58,6 @@ struct hadamard_facts {
 bool                   has_part(const memory * m, memory_part part);
 std::vector<uint32_t>  part_layers(const memory * m, memory_part part);  // layers of the model
 std::vector<live_cell> part_cells(const memory * m, memory_part part, llama_seq_id seq);
-bool                   in_window(const memory * m, llama_pos pos, llama_pos next);
 hadamard_facts         part_hadamard(const memory * m, memory_part part);  // as applied by the model's graph
 hadamard_facts         hadamard_said(const memory * m, memory_part part);  // as reported by the cache
 

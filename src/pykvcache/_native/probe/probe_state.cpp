@@ -291,8 +291,7 @@ struct walk {
                                                    std::to_string(counts[s]) + " cells"};
                 }
                 // A window may lack the end too, if the next token does not see it.
-                const bool left = part.part == PART_WINDOW && last[s] < ends[s] &&
-                                  !in_window(m, ends[s], ends[s] + 1);
+                const bool left = part.part == PART_WINDOW && last[s] < ends[s] && ends[s] < window_start(m, ends[s] + 1);
                 if (last[s] != ends[s] && !left) {
                     throw fault{STATE_DAMAGED, "has parts that do not end at the same position"};
                 }

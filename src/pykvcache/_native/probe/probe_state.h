@@ -27,6 +27,9 @@ enum block_kind : int {
     BLOCK_S,        // recurrent: the state; one row per cell
 };
 
+// For tensor_at(): attention rows that are not keys are values.
+constexpr int which_of(block_kind kind) { return kind == BLOCK_K ? 0 : 1; }
+
 // One kind of row that a part stores in one layer.
 struct state_rows {
     memory_part part;

@@ -211,7 +211,7 @@ int32_t blocks_write(const memory * m, bool v_trans, memory_part part, llama_seq
         std::vector<rows_copy> rows;
         size_t                 before = ext_bytes;
         for (const state_rows & one : block_rows(m, v_trans, part)) {
-            rows.push_back({tensor_at(m, one.part, one.layer, one.kind == BLOCK_K ? 0 : 1, seq), one, before});
+            rows.push_back({tensor_at(m, one.part, one.layer, which_of(one.kind), seq), one, before});
             two = two && rows.back().tensor.host;
             before += one.row_bytes;
         }

@@ -1,4 +1,6 @@
 // Writes a sequence's state without llama.cpp's walk, which checks every cell for every sequence, twice.
+#include <algorithm>
+
 #include "copy_threads.h"
 #include "guarded.h"
 #include "probe_kv.h"
@@ -13,22 +15,16 @@ namespace {
 // The cells of this sequence's state, in cache order.
 std::vector<live_cell> cells_to_write(const memory * m, memory_part part, llama_seq_id seq, llama_pos window_from) {
     const llama_kv_cells & cells = cache_of(m, part)->get_cells(seq);
-    const llama_pos last = cells.seq_pos_max(seq);
+    // Omits cells that no later query sees, like llama.cpp.
+    const llama_pos first = part == PART_WINDOW ? std::min(window_from, window_start(m, cells.seq_pos_max(seq))) : 0;
     std::vector<live_cell> result;
     for (uint32_t i = 0; i < cells.used_max_p1(); ++i) {
-        if (cells.is_empty(i) || !cells.seq_has(i, seq)) {
-            continue;
-        }
-        const llama_pos pos = cells.pos_get(i);
-        // Omits cells that no later query sees, like llama.cpp.
-        if (part != PART_WINDOW || pos >= window_from || !llama_hparams::is_masked_swa(m->hparams->n_swa, m->hparams->swa_type, pos, last)) {
-            result.push_back({pos, i});
+        if (!cells.is_empty(i) && cells.seq_has(i, seq) && cells.pos_get(i) >= first) {
+            result.push_back({cells.pos_get(i), i});
         }
     }
     return result;
 }
-
-int which_of(const state_rows & rows) { return rows.kind == BLOCK_K ? 0 : 1; }
 
 // Counts the bytes to be written.
 class byte_counter : public state_output<byte_counter> {
@@ -147,7 +143,7 @@ void walked_state::write(uint8_t * dst, bool two) const {
     }
     for (const rows_job & job : rows) {
         // Device reads are issued by one thread.
-        two = two && tensor_at(m, parts[job.part].part, job.rows.layer, which_of(job.rows), seq).host;
+        two = two && tensor_at(m, parts[job.part].part, job.rows.layer, which_of(job.rows.kind), seq).host;
     }
     counter jobs(rows.size());
     with_copy_threads(two && size >= WORTH_A_THREAD, jobs, [] {}, [&] {
@@ -155,7 +151,7 @@ void walked_state::write(uint8_t * dst, bool two) const {
             const rows_job & job = rows[k];
             const auto &     held = cells[job.part];
             tensor_reads     reads;
-            add_rows(reads, tensor_at(m, parts[job.part].part, job.rows.layer, which_of(job.rows), seq),
+            add_rows(reads, tensor_at(m, parts[job.part].part, job.rows.layer, which_of(job.rows.kind), seq),
                      runs_of(held.data(), held.size()), job.dst);
             reads.run();
         }

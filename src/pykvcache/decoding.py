@@ -64,7 +64,7 @@ class DecodeMethods(ContextFacts):
         if isinstance(batch_or_tokens, LlamaBatch):
             native.decode_batch(batch_or_tokens.native)
         else:
-            native.decode_vector(as_token_array(batch_or_tokens), seq_id, False)
+            native.decode_tokens(as_token_array(batch_or_tokens), seq_id)
 
     def encode(
         self, batch_or_tokens: LlamaBatch | TokenInput, *, seq_id: SupportsIndex = 0
@@ -172,8 +172,7 @@ class DecodeMethods(ContextFacts):
     ) -> Iterator[int]:
         step = np.empty(1, np.int32)
         for _ in range(limit):
-            row = self._native.decode_vector(tokens, seq_id, True)
-            assert row is not None
+            row = self._native.decode_tokens(tokens, seq_id, True)
             token = sampler.native.sample(self._native, row)
             if self._native.is_eog(token):
                 return

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn, SupportsIndex, TypeVar, final
+from typing import Any, Literal, NoReturn, SupportsIndex, TypeVar, final, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -309,10 +309,10 @@ class Decoding(Batch):
     @property
     def tokens_evaluated(self) -> int: ...
     def decode_batch(self, rows: Rows) -> None: ...
+    @overload
     def decode_tokens(self, tokens: object, seq_id: SupportsIndex) -> bool: ...
-    def decode_vector(
-        self, tokens: _Ints, seq_id: SupportsIndex, want_row: bool
-    ) -> _Floats | None: ...
+    @overload
+    def decode_tokens(self, tokens: _Ints, seq_id: SupportsIndex, want_row: bool) -> _Floats: ...
     def encode(self, rows: Rows) -> None: ...
 
 @disjoint_base

@@ -7,32 +7,26 @@ cdef class Decoding(Batch):
 
     # Decode --------------------------------------------------------------------------
 
-    def decode_tokens(self, tokens, seq_id):
-        """Append tokens to a sequence; return False and do nothing if they are not plain ints."""
+    def decode_tokens(self, tokens, seq_id, bint want_row=False):
+        """Append tokens to a sequence; return True, or the last token's logits if wanted.
+
+        False, with nothing done, if the tokens are not plain ints.
+        """
         cdef vector[int32_t] values
+        cdef Py_ssize_t n
+        cdef int32_t seq
         if not _plain_ints(tokens, values):
             return False
-        self.append_tokens(values, seq_id, False)
-        return True
-
-    def decode_vector(self, tokens, seq_id, bint want_row):
-        """Append an int32 vector to a sequence; return the last token's logits if wanted."""
-        cdef vector[int32_t] values
-        if not _plain_ints(tokens, values):
-            raise TypeError("an int32 vector is expected")
-        return self.append_tokens(values, seq_id, want_row)
-
-    cdef object append_tokens(self, vector[int32_t]& tokens, object seq_id, bint want_row):
-        cdef Py_ssize_t n = <Py_ssize_t>tokens.size()
-        cdef int32_t seq = _seq(seq_id, self.n_seq_max)
+        n = <Py_ssize_t>values.size()
+        seq = _seq(seq_id, self.n_seq_max)
         cdef lib.scoped_lock locked
         self.lock_write(locked)
         if n == 0:
             raise InvalidBatch("there is no token to decode")
-        self.load_tokens(tokens.data(), n, self.seqs.next_pos(seq), seq)
+        self.load_tokens(values.data(), n, self.seqs.next_pos(seq), seq)
         self.run_parts(n, 1)
         # Read under the same lock: another thread may decode right after.
-        return self.logit_row(-1, True, <int32_t>n) if want_row else None
+        return self.logit_row(-1, True, <int32_t>n) if want_row else True
 
     def decode_batch(self, Rows rows not None):
         """Decode tokens of several sequences, split into parts of at most n_batch."""

@@ -33,7 +33,6 @@ class chooser {
     float           temperature = 1;
     bool            has_call = false;             // has a Python stage, which runs on the calling thread only
     bool            is_narrowed_further = false;  // stages of `cuts` have state, or may exclude every token
-    bool            is_listed = false;  // used by choices to find duplicates
     // Tokens of the bias are below the number of logits.
     std::vector<llama_logit_bias> bias;
 

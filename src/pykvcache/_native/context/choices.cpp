@@ -38,19 +38,6 @@ void choices::recall(size_t i) const noexcept {
     }
 }
 
-// Requests that share a sampler are served one after the other.
-bool choices::have_own_samplers() noexcept {
-    bool are_own = true;
-    for (one & each : all) {
-        are_own &= !each.sampler->is_listed;
-        each.sampler->is_listed = true;
-    }
-    for (one & each : all) {
-        each.sampler->is_listed = false;
-    }
-    return are_own;
-}
-
 void choices::run(int32_t n_vocab) noexcept {
     struct choosing final : team {
         choices & mine;
@@ -71,7 +58,7 @@ void choices::run(int32_t n_vocab) noexcept {
         has_call |= each.sampler->has_call;
     }
     const size_t most = std::min({lists.size(), all.size(), cost / COST_PER_THREAD});
-    choosing(*this, n_vocab).run(most > 1 && !has_call && have_own_samplers() ? int(most) : 1);
+    choosing(*this, n_vocab).run(most > 1 && !has_call ? int(most) : 1);
 }
 
 }  // namespace pykv

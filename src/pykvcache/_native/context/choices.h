@@ -30,7 +30,6 @@ class choices {
         bool          no_memory = false;
         std::string   why;
     };
-    bool have_own_samplers() noexcept;
     void choose(one & each, int32_t n_vocab, chooser::candidate_list & list) noexcept;
 
     std::vector<one>                     all;

@@ -56,13 +56,13 @@ cdef class Context(Adapted):
 
     def not_ready(self, lanes not None, owners not None):
         """Return the owners of lanes that cannot take part in a `step`."""
-        cdef tuple own_lanes = tuple(lanes), own_owners = tuple(owners)
-        _check_lanes(own_lanes, own_owners)
+        cdef Lane lane
+        cdef tuple own = tuple(zip(lanes, owners))
         cdef lib.scoped_lock locked
         self.lock_read(locked)
         found = []
-        for lane, owner in zip(own_lanes, own_owners):
-            if not self.is_ready(<Lane>lane):
+        for lane, owner in own:
+            if not self.is_ready(lane):
                 found.append(owner)
         return found
 
@@ -78,7 +78,6 @@ cdef class Context(Adapted):
         cdef list found
         # Own tuples: other threads may change the caller's lists during the decode.
         cdef tuple own_lanes = tuple(lanes), own_owners = tuple(owners)
-        _check_lanes(own_lanes, own_owners)
         shares = [] if shares is None else list(shares)
         cdef int active = _are_active(own_lanes, shares)
         n = total = len(own_lanes)
@@ -228,15 +227,3 @@ cdef int _are_active(tuple lanes, list shares) except -2:
             return -1
         found = ledger.next_is_active()
     return max(found, 0)
-
-
-cdef int _check_lanes(tuple lanes, tuple owners) except -1:
-    """Refuse lanes without an owner, and objects that are not lanes."""
-    if len(lanes) != len(owners):
-        raise ArgumentError(
-            f"{len(lanes)} lanes have {len(owners)} owners",
-            what="owners", value=len(owners), limit=len(lanes))
-    for lane in lanes:
-        if type(lane) is not Lane:
-            raise TypeError(f"a Lane is expected, not {type(lane).__name__}")
-    return 0

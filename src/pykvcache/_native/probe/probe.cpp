@@ -39,14 +39,13 @@ float key_scale(const llama_context * ctx, uint32_t il) {
 }
 
 // Whether the shift graph undoes the Hadamard matrix over exactly the dimensions that it rotates.
-no_shift quantized_shift(const llama_kv_cache * cache, const llama_hparams & hparams) {
-    ggml_context_ptr ctx(ggml_init({2 * ggml_tensor_overhead(), nullptr, true}));
-    const ggml_tensor * matrix = cache->build_input_k_rot(ctx.get());
-    if (!matrix) {
+no_shift quantized_shift(const memory & m, memory_part part) {
+    const auto size = uint32_t(hadamard_said(&m, part).keys);
+    if (size == 0) {
         return SHIFT_QUANTIZED;
     }
-    for (const uint32_t il : cache->get_layer_ids()) {
-        if (hparams.has_rope(il) && (hparams.n_rot(il) % matrix->ne[0] != 0 || hparams.n_lora_kv > 0)) {
+    for (const uint32_t il : cache_of(&m, part)->get_layer_ids()) {
+        if (m.hparams->has_rope(il) && (m.hparams->n_rot(il) % size != 0 || m.hparams->n_lora_kv > 0)) {
             return SHIFT_PARTIAL;
         }
     }
@@ -67,7 +66,8 @@ no_shift find_no_shift(const llama_context * ctx, memory & m) {
         return SHIFT_TABLE;
     }
     bool first = true;
-    for (const llama_kv_cache * cache : {m.base, m.swa}) {
+    for (const memory_part part : {PART_ATTENTION, PART_WINDOW}) {
+        const llama_kv_cache * cache = cache_of(&m, part);
         if (!cache) {
             continue;
         }
@@ -85,7 +85,7 @@ no_shift find_no_shift(const llama_context * ctx, memory & m) {
             return SHIFT_BF16;
         }
         if (ggml_is_quantized(cache->type_k())) {
-            const no_shift why = quantized_shift(cache, *m.hparams);
+            const no_shift why = quantized_shift(m, part);
             if (why != SHIFT_OK) {
                 return why;
             }

@@ -84,14 +84,14 @@ cdef class Batch(Outputs):
                 f"the last encode() was not for sequence {seq}: empty it and encode its input first")
         return 0
 
-    cdef int check_span(self, int64_t first, int64_t n) except -1:
-        """Refuse positions ``[first, first + n)`` that the model cannot tell apart."""
-        if first + n - 1 > self.traits.max_position:
-            raise self.too_far(first + n - 1, "the batch")
-        if self.traits.bounded and first + n > self.n_ctx_seq:
+    cdef int check_position(self, int64_t pos) except -1:
+        """Refuse a position that the model cannot tell from others, or that has no cell."""
+        if pos > self.traits.max_position:
+            raise self.too_far(pos, "the batch")
+        if self.traits.bounded and pos >= self.n_ctx_seq:
             raise NoKvCacheSlot(
-                f"no room in the cache: position {first + n - 1} is past its {self.n_ctx_seq} cells; "
-                "nothing was decoded", 1, n_tokens=n, n_cells=self.n_ctx_seq)
+                f"no room in the cache: position {pos} is past its {self.n_ctx_seq} cells; "
+                "nothing was decoded", 1, n_tokens=1, n_cells=self.n_ctx_seq)
         return 0
 
     cdef int32_t part_limit(self, int64_t n, int32_t width) except -1:
@@ -217,7 +217,7 @@ cdef class Batch(Outputs):
                         f"{self.expect[s]} is next",
                         index=i, value=self.pos[i], limit=self.expect[s])
                 self.expect[s] += 1
-            self.check_span(self.pos[i], 1)
+            self.check_position(self.pos[i])
             if self.n_seq_id[i] > 1:
                 self.check_coupled(seqs, i, self.n_seq_id[i])
             for j in range(self.n_seq_id[i]):

@@ -164,7 +164,7 @@ def _check_together(model: LlamaModel, params: dict[str, Any]) -> None:
             n_ctx * available // total,
         )
     n_kept = params["n_rs_seq"]
-    total = (1 + n_kept) * params["n_seq_max"] * 4 * model.native.state_values()
+    total = (1 + n_kept) * params["n_seq_max"] * 4 * model.native.state_values
     if available and total > available:
         raise ContextCreateError(
             f"recurrent states with n_rs_seq={n_kept} would take {total / 2**30:.1f} GiB; "
@@ -200,7 +200,7 @@ def cache_bytes(model: LlamaModel, params: Mapping[str, Any], n_ctx: int) -> int
     streams = 1 if params["kv_unified"] else params["n_seq_max"]
     per_stream = -(-n_ctx // streams)
     cells = streams * (-(-per_stream // 256) * 256)
-    keys, values = model.native.cell_sizes()
+    keys, values = model.native.cell_sizes
     per_cell = (
         CELL_BYTES + _type_bytes(params["type_k"], keys) + _type_bytes(params["type_v"], values)
     )

@@ -68,6 +68,8 @@ class Model:
     vocab_only: bool
     size: int
     n_params: int
+    cell_sizes: tuple[int, int]
+    state_values: int
     description: str
     chat_template: str | None
     metadata: dict[str, str]
@@ -78,8 +80,6 @@ class Model:
     @property
     def is_closed(self) -> bool: ...
     def adds_special(self) -> tuple[bool, bool]: ...
-    def cell_sizes(self) -> tuple[int, int]: ...
-    def state_values(self) -> int: ...
     def close(self) -> None: ...
     def detokenize(
         self, tokens: _Ints, remove_special: bool, unparse_special: bool, limit: int

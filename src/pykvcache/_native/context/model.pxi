@@ -33,7 +33,8 @@ cdef class Model:
     cdef int vocab_type
     cdef readonly bint is_recurrent, is_hybrid, has_encoder, has_decoder, vocab_only
     cdef bint is_diffusion
-    cdef readonly object size, n_params
+    cdef readonly object size, n_params, state_values  # values of a recurrent state, over all layers
+    cdef readonly tuple cell_sizes  # values of K and V per cell, over all layers
     cdef readonly str description
     cdef readonly object chat_template
     cdef readonly dict metadata
@@ -140,6 +141,8 @@ cdef class Model:
             self.n_head_kv = lib.llama_model_n_head_kv(m)
             self.facts = lib.look_at_model(m)
             self.n_embd_out = self.facts.n_embd_out
+        self.cell_sizes = self.facts.k_per_cell, self.facts.v_per_cell
+        self.state_values = self.facts.state_values
         self.devices = tuple(_texts(lib.devices_of(m)))
         self.description = self.read_text(-1, 0)
         self.metadata = {
@@ -193,14 +196,6 @@ cdef class Model:
     def is_closed(self):
         """Whether close() was called, or the process forked."""
         return self.ref.get() == NULL or self.generation != _generation
-
-    def cell_sizes(self):
-        """Return K and V values per cache cell, summed over the layers."""
-        return self.facts.k_per_cell, self.facts.v_per_cell
-
-    def state_values(self):
-        """Return the values of one recurrent state, summed over the layers; 0 without recurrent layers."""
-        return self.facts.state_values
 
     def heads_divisible(self, int ggml_type, bint keys):
         """Return whether every head size is a multiple of the type's block size."""

@@ -29,10 +29,10 @@ std::vector<cell_move> moves_of(const llama_kv_cells & cells, const std::set<uin
 
 // Copy cells' data within a stream; no target may be a source.
 void move_rows(const edit_key & key, const live_tensor & t, const std::vector<cell_move> & moves) {
-    std::vector<live_cell> sources, targets;
+    std::vector<uint32_t> sources, targets;
     for (const auto & [from, to] : moves) {
-        sources.push_back({0, from});
-        targets.push_back({0, to});
+        sources.push_back(from);
+        targets.push_back(to);
     }
     std::vector<uint8_t> bytes(moves.size() * t.cell_stride * size_t(t.transposed ? t.n_head * t.head_dim : 1));
     tensor_reads         reads;

@@ -105,6 +105,7 @@ class placing {
             return false;
         }
         prefer_run();
+        runs = runs_of(targets.data(), targets.size());
         for (const uint32_t i : targets) {
             use[i] = TARGET;
         }
@@ -160,11 +161,11 @@ class placing {
         in.skip(rows.block.offset - in.tell());
         if (t.host) {
             auto * data = reinterpret_cast<uint8_t *>(const_cast<char *>(t.data));
-            runs_of(t, [&](size_t at, size_t n) { in.read(data + at, n); });
+            each_run(t, runs, [&](size_t at, size_t n) { in.read(data + at, n); });
             return;
         }
         tensor_writes writes(key);
-        runs_of(t, [&](size_t at, size_t n) {
+        each_run(t, runs, [&](size_t at, size_t n) {
             in.take(n, [&](const uint8_t * from, uint64_t step) {
                 writes.add(t.owner, t.offset + at, step, from);
                 at += step;
@@ -224,30 +225,6 @@ class placing {
         }
     }
 
-    // Call put(offset, bytes) for each contiguous run of the cells' bytes in a tensor, in a state's order.
-    template <class Put> void runs_of(const live_tensor & t, Put && put) const {
-        if (!t.transposed) {
-            cell_runs(t.cell_stride, 0, put);
-            return;
-        }
-        for (int64_t head = 0; head < t.n_head; ++head) {
-            for (int64_t value = 0; value < t.head_dim; ++value) {
-                cell_runs(t.cell_stride, size_t(head) * t.head_stride + size_t(value) * t.value_stride, put);
-            }
-        }
-    }
-
-    template <class Put> void cell_runs(size_t stride, size_t first, Put && put) const {
-        for (size_t k = 0; k < targets.size();) {
-            size_t n = 1;
-            while (k + n < targets.size() && targets[k + n] == targets[k] + n) {
-                ++n;
-            }
-            put(first + targets[k] * stride, n * stride);
-            k += n;
-        }
-    }
-
     // Remove the sequence from its old cells.
     void release_old() noexcept {
         cell_release release(open, seq);
@@ -262,6 +239,7 @@ class placing {
     llama_kv_cells::seq_set_t alone;  // the set of only this sequence
     std::vector<cell_record>  records;
     std::vector<cell_use>     use;
+    std::vector<cell_run>     runs;            // of the targets
     std::vector<uint32_t>     targets, added;  // cells of the records, and those of them that were empty; ascending
     // How many of `added` are already in llama.cpp's set of used cells; the destructor removes them.
     size_t                    n_added = 0;

@@ -146,18 +146,6 @@ live_tensor tensor_at(const memory * m, memory_part part, uint32_t il, int which
 
 std::string buffer_of(const live_tensor & t) { return ggml_backend_buffer_name(t.owner->buffer); }
 
-std::vector<cell_run> runs_of(const live_cell * cells, size_t n) {
-    std::vector<cell_run> runs;
-    for (size_t i = 0; i < n; ++i) {
-        if (i > 0 && cells[i].cell == runs.back().cell + runs.back().n) {
-            ++runs.back().n;
-        } else {
-            runs.push_back({cells[i].cell, 1});
-        }
-    }
-    return runs;
-}
-
 int32_t read_rows(const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq,
                   const std::vector<live_cell> & cells, uint8_t * dst) noexcept {
     return guarded_void([&] {

@@ -71,20 +71,40 @@ std::string buffer_of(const live_tensor & t);
 struct cell_run {
     uint32_t cell, n;
 };
-std::vector<cell_run> runs_of(const live_cell * cells, size_t n);
-// Queue copies of cells' rows from or to a tensor, in order; of transposed values one row per value.
-template <class Copies, class Bytes>
-void add_rows(Copies & copies, const live_tensor & t, const std::vector<cell_run> & runs, Bytes bytes) {
+inline uint32_t number_of(uint32_t cell) { return cell; }
+inline uint32_t number_of(const live_cell & cell) { return cell.cell; }
+template <class Cell> std::vector<cell_run> runs_of(const Cell * cells, size_t n) {
+    std::vector<cell_run> runs;
+    for (size_t i = 0; i < n; ++i) {
+        const uint32_t cell = number_of(cells[i]);
+        if (i > 0 && cell == runs.back().cell + runs.back().n) {
+            ++runs.back().n;
+        } else {
+            runs.push_back({cell, 1});
+        }
+    }
+    return runs;
+}
+// Call use(offset, bytes) for each run of cells' rows in a tensor, in a state's order: of transposed values one row per
+// value.
+template <class F> void each_run(const live_tensor & t, const std::vector<cell_run> & runs, F && use) {
     const int64_t n_head = t.transposed ? t.n_head : 1, n_value = t.transposed ? t.head_dim : 1;
     for (int64_t head = 0; head < n_head; ++head) {
         for (int64_t value = 0; value < n_value; ++value) {
-            const size_t start = t.offset + size_t(head) * t.head_stride + size_t(value) * t.value_stride;
+            const size_t start = size_t(head) * t.head_stride + size_t(value) * t.value_stride;
             for (const auto & [cell, n] : runs) {
-                copies.add(t.owner, start + cell * t.cell_stride, n * t.cell_stride, bytes);
-                bytes += n * t.cell_stride;
+                use(start + cell * t.cell_stride, n * t.cell_stride);
             }
         }
     }
+}
+// Queue copies of cells' rows from or to a tensor.
+template <class Copies, class Bytes>
+void add_rows(Copies & copies, const live_tensor & t, const std::vector<cell_run> & runs, Bytes bytes) {
+    each_run(t, runs, [&](size_t at, size_t n) {
+        copies.add(t.owner, t.offset + at, n, bytes);
+        bytes += n;
+    });
 }
 // Read one tensor immediately. CAUGHT on failure.
 int32_t read_rows(const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq,

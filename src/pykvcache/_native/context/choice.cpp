@@ -51,6 +51,8 @@ block_facts look_at(const float * row, int32_t n) noexcept {
     return found;
 }
 
+}  // namespace
+
 // Four independent chains, so that no comparison waits for the previous one.
 float largest_logit(const llama_token_data_array & found) noexcept {
     const llama_token_data * const data = found.data;
@@ -67,8 +69,6 @@ float largest_logit(const llama_token_data_array & found) noexcept {
     }
     return std::max({a, b, c, d});
 }
-
-}  // namespace
 
 chooser::~chooser() {
     // Each accepts NULL.

@@ -21,6 +21,9 @@ enum choice_problem : int32_t {
 // Stage that threw.
 enum choice_stage : int32_t { STAGE_CHOICE, STAGE_GRAMMAR, STAGE_ACCEPT };
 
+// Largest logit of candidates; minus infinity if there are none.
+float largest_logit(const llama_token_data_array & found) noexcept;
+
 // A sampler's stages; each but the choice may be NULL. Not locked: one thread at a time.
 class chooser {
   public:

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <stdexcept>
 
+#include "choice.h"
 #include "own_sampler.h"
 
 namespace pykv {
@@ -20,10 +21,7 @@ struct possible_stage {
     static constexpr const char * name = "possible";
 
     void apply(llama_token_data_array & found) {
-        float largest = -INFINITY;
-        for (size_t t = 0; t < found.size; ++t) {
-            largest = std::max(largest, found.data[t].logit);
-        }
+        const float largest = largest_logit(found);
         llama_token_data * const end = std::remove_if(found.data, found.data + found.size, [&](const llama_token_data & one) {
             return !(one.logit >= largest - NO_CHANCE) || one.logit == -INFINITY;
         });
@@ -51,11 +49,8 @@ struct adaptive_stage {
     }
 
     void apply(llama_token_data_array & found) {
-        float  largest = -INFINITY;
-        double total = 0;
-        for (size_t t = 0; t < found.size; ++t) {
-            largest = std::max(largest, found.data[t].logit);
-        }
+        const float largest = largest_logit(found);
+        double      total = 0;
         for (size_t t = 0; t < found.size; ++t) {
             total += std::exp(found.data[t].logit - largest);
         }

@@ -35,7 +35,6 @@ cdef class Cells(Memory):
         return parts
 
     def memory_info(self):
-        """Return facts about the memory as a dict."""
         cdef lib.memory_facts facts
         cdef lib.scoped_lock locked
         self.lock_read(locked)
@@ -62,7 +61,6 @@ cdef class Cells(Memory):
 
     @property
     def n_cells_used(self):
-        """Number of used cells."""
         cdef lib.scoped_lock locked
         self.lock_read(locked)
         return lib.n_used(self.mem, <lib.memory_part>self.default_part())

@@ -22,7 +22,6 @@ def device_facts():
 
 
 def max_devices():
-    """Return the maximum number of devices of a model (``llama_max_devices``)."""
     return lib.llama_max_devices()
 
 

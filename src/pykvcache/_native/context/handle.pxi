@@ -247,7 +247,6 @@ cdef class Handle:
 
     @property
     def is_closed(self):
-        """Whether close() was called, or the process forked."""
         return self.closed or self.generation != _generation
 
     @property
@@ -269,7 +268,6 @@ cdef class Handle:
         return self.abort_flag.ask_at(_int(step, "step", 0, INT32_MAX))
 
     def set_n_threads(self, n_threads, n_threads_batch):
-        """Call ``llama_set_n_threads``."""
         cdef int n = _int(n_threads, "n_threads", 1, 512)
         cdef int nb = _int(n_threads_batch, "n_threads_batch", 1, 512)
         cdef lib.scoped_lock locked
@@ -279,7 +277,6 @@ cdef class Handle:
         self.n_threads_batch = nb
 
     def perf(self):
-        """Return ``llama_perf_context`` as a tuple."""
         cdef lib.llama_perf_context_data d
         cdef lib.scoped_lock locked
         self.lock_read(locked)
@@ -287,7 +284,6 @@ cdef class Handle:
         return d.t_load_ms, d.t_p_eval_ms, d.t_eval_ms, d.n_p_eval, d.n_eval, d.n_reused
 
     def perf_reset(self):
-        """Call ``llama_perf_context_reset``."""
         cdef lib.scoped_lock locked
         self.lock_read(locked)
         lib.llama_perf_context_reset(self.ctx)

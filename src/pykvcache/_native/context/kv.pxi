@@ -110,8 +110,6 @@ cdef object _read_regions(Handle owner, list regions, object func):
 
 
 cdef class Arrays(Cells):
-    """Access to the tensors of cells."""
-
     def tensors(self, str part not None):
         """Return (layer, (type, heads, dim) of keys, the same of values or None) of one part.
 

@@ -52,12 +52,10 @@ cdef class Tokens:
 
     @property
     def n_base(self):
-        """Number of tokens before the activation."""
         return self.n if self.invoked_at < 0 else self.invoked_at
 
     @property
     def is_active(self):
-        """Whether the next token is evaluated with the activated adapter."""
         return self.next_is_active()
 
     cdef bint next_is_active(self) noexcept:
@@ -68,7 +66,6 @@ cdef class Tokens:
         return self.invoked_at if self.n_evaluated < self.invoked_at < end else end
 
     def set_invocation(self, tuple tokens not None):
-        """Let these tokens activate an adapter."""
         self.invocation = tokens
         self.find_invocation()
 
@@ -84,7 +81,6 @@ cdef class Tokens:
                 return
 
     def token_at(self, Py_ssize_t i):
-        """Return one token."""
         if i < 0 or i >= self.n:
             raise OutOfRangeError(
                 f"there is no token {i}: there are {self.n}", what="token", value=i, limit=self.n - 1)
@@ -97,11 +93,9 @@ cdef class Tokens:
         return self.array[begin:min(end, self.n)]
 
     def append(self, values):
-        """Append tokens."""
         self.replace(self.n, values)
 
     def replace(self, Py_ssize_t begin, values):
-        """Replace the tokens from `begin` on."""
         cdef vector[int32_t] more
         cdef Py_ssize_t count
         if not _plain_ints(values, more):
@@ -132,12 +126,10 @@ cdef class Tokens:
         return True
 
     def cut(self, Py_ssize_t n):
-        """Keep the first n tokens."""
         self.n = max(0, min(n, self.n))
         self.edited()
 
     cdef void put(self, int32_t token) noexcept:
-        """Append one token into reserved memory."""
         self.data[self.n] = token
         self.n += 1
         self.changed()
@@ -236,7 +228,6 @@ cdef class Lane(Writer):
 
     @property
     def is_full(self):
-        """Whether it has reached its maximum number of tokens."""
         return len(self.tokens) >= self.most
 
     cdef bint is_worth_a_look(self) except -1:

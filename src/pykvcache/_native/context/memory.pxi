@@ -37,17 +37,14 @@ cdef class Memory(Handle):
 
     @property
     def memory_kind(self):
-        """Kind of memory, as a word."""
         return _KIND_NAMES[self.traits.kind]
 
     @property
     def max_position(self):
-        """Highest position of a token."""
         return self.traits.max_position
 
     @property
     def n_streams(self):
-        """Number of separate streams of cells."""
         self.check_open()
         return self.traits.n_stream
 
@@ -69,7 +66,6 @@ cdef class Memory(Handle):
         return 0
 
     cdef int raise_caught(self, int32_t code, str where) except -1:
-        """Raise if a guarded call returned CAUGHT."""
         if code == lib.CAUGHT:
             raise self.fail(where)
         if lib.has_log():
@@ -211,7 +207,6 @@ cdef class Memory(Handle):
     # Shift ---------------------------------------------------------------------------
 
     def seq_add(self, seq_id, p0, p1, delta):
-        """Add delta to the positions in ``[p0, p1)``."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max), a = 0, b = 0, where = 0, first = 0
         cdef int overflow = 0
         cdef long long by

@@ -19,8 +19,6 @@ cdef cbool _on_progress(float fraction, void* data) noexcept with gil:
 
 
 cdef class Model:
-    """Own a ``llama_model``."""
-
     cdef shared_ptr[lib.llama_model] ref
     cdef int generation
     cdef shared_ptr[lib.adapter_lock] adapters
@@ -194,11 +192,9 @@ cdef class Model:
 
     @property
     def is_closed(self):
-        """Whether close() was called, or the process forked."""
         return self.ref.get() == NULL or self.generation != _generation
 
     def heads_divisible(self, int ggml_type, bint keys):
-        """Return whether every head size is a multiple of the type's block size."""
         self.check_open()
         return lib.heads_divisible(self.ref.get(), <lib.ggml_type>ggml_type, keys)
 
@@ -212,12 +208,10 @@ cdef class Model:
             lib.llama_vocab_mask(v), lib.llama_model_decoder_start_token(self.ref.get()))
 
     def adds_special(self):
-        """Return whether tokenizing adds BOS and EOS."""
         self.check_open()
         return bool(lib.llama_vocab_get_add_bos(self.vocab)), bool(lib.llama_vocab_get_add_eos(self.vocab))
 
     def is_eog(self, token):
-        """Call ``llama_vocab_is_eog``."""
         cdef int32_t c_token = _token(token, self.n_vocab)
         self.check_vocab()  # last: converting a token may run anything
         return bool(lib.llama_vocab_is_eog(self.vocab, c_token))
@@ -284,7 +278,6 @@ cdef class Model:
         return out.data()[:out.size()]
 
     def token_to_piece(self, token, bint special):
-        """Call ``llama_token_to_piece`` and return bytes."""
         cdef vector[char] out
         cdef int32_t got, c_token
         c_token = _token(token, self.n_vocab)

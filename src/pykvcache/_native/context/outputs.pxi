@@ -55,7 +55,6 @@ cdef class Outputs(Partials):
 
     cdef int check_finite(
             self, const float* row, int32_t n, bint is_logits, object i, int32_t n_decoded) except -1:
-        """Raise if a row contains NaN or infinity."""
         cdef int64_t place = lib.first_not_finite(row, n, is_logits)
         if place < 0:
             return 0
@@ -154,7 +153,6 @@ cdef class Outputs(Partials):
         return result
 
     def logits(self, i):
-        """Copy one row of logits."""
         i = _whole(i, "index")
         cdef lib.scoped_lock locked
         self.lock_read(locked)
@@ -162,7 +160,6 @@ cdef class Outputs(Partials):
         return self.logit_row(i, True)
 
     def token_embeddings(self, i):
-        """Copy one row of embeddings."""
         i = _whole(i, "index")
         cdef lib.scoped_lock locked
         self.lock_read(locked)
@@ -181,7 +178,6 @@ cdef class Outputs(Partials):
         return result
 
     def seq_embeddings(self, seq_id):
-        """Copy the pooled embedding of a sequence."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         cdef int32_t n = self.n_embd_out if self.pooling_type != 4 else self.model.facts.n_cls_out
         cdef const float* row

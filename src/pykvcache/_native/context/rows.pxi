@@ -150,7 +150,6 @@ cdef class Rows:
         return 0
 
     def clear(self):
-        """Remove all rows and keep the room."""
         self.n = 0
 
     def add(self, token, pos, seq_ids, logits):
@@ -285,32 +284,26 @@ cdef class Rows:
 
     @property
     def token(self):
-        """Tokens, read-only."""
         return self.view(self.tokens, _INT32, self.n)
 
     @property
     def pos(self):
-        """Positions, read-only."""
         return self.view(self.positions, _INT32, self.n)
 
     @property
     def n_seq_id(self):
-        """Numbers of sequences, read-only."""
         return self.view(self.counts, _INT32, self.n)
 
     @property
     def seq_id(self):
-        """Sequences, shape (n, width), read-only."""
         return self.view(self.seq_ids, _INT32, self.n * self.width).reshape(self.n, self.width)
 
     @property
     def logits(self):
-        """Output flags, read-only."""
         return self.view(self.flags, _INT8, self.n)
 
 
 def _rows_of(Py_ssize_t n, Py_ssize_t width, bytes data not None):
-    """Restore pickled rows."""
     cdef Rows rows = Rows(n, width)
     cdef const char* at = data
     if len(data) != n * (ROW_BYTES + <Py_ssize_t>sizeof(int32_t) * width):

@@ -145,7 +145,6 @@ cdef class Sampler:
         return [self.model.n_vocab if one == "n_vocab" else self.params[one] for one in settings]
 
     cdef int take_words(self, lib.dry_words& words) except -1:
-        """Fill in what DRY needs of the model."""
         if self.model.vocab_type == 0:
             raise UnsupportedOperation("Sampler", "DRY needs a vocabulary, and the model has none")
         self.model_ref = self.model.share()
@@ -310,7 +309,6 @@ cdef class Sampler:
         return 0
 
     cdef object problem(self, int32_t code, bint is_callers):
-        """Return the exception for a failed choice."""
         cdef int32_t where = self.it.where
         if code == lib.CAUGHT:
             for one in self.calls:

@@ -107,7 +107,6 @@ cdef int _check(int32_t code, str where) except -1:
 
 
 cdef object _caught_error(str where):
-    """Return the exception for a call that returned CAUGHT."""
     text = _text(lib.caught())
     if not lib.caught_endpoint().empty():
         return DeviceLost(_text(lib.caught_endpoint()), where, text)

@@ -35,7 +35,6 @@ cdef class Server:
 
     @property
     def n_devices(self):
-        """Number of devices."""
         return self.server.get().devices.size()
 
     cdef int check(self, str what) except -1:

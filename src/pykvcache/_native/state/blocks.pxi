@@ -37,7 +37,6 @@ cdef class StatePart:
 
     @property
     def nbytes(self):
-        """Size of the bytes that are kept."""
         return self.data.shape[0]
 
     @property
@@ -90,8 +89,6 @@ cdef class BlockLayout:
 
 
 cdef class Blocks(State):
-    """Split states into arrays and blocks, and join them."""
-
     # Arrays --------------------------------------------------------------------------
 
     def split_state(self, buffer not None, bint whole):
@@ -222,7 +219,6 @@ cdef class Blocks(State):
 
     @property
     def has_window(self):
-        """Whether the memory has window blocks."""
         self.check_open()
         return self.traits.has_layout and self.traits.windowed
 
@@ -330,7 +326,6 @@ cdef class Blocks(State):
         return lib.spare_begin(self.mem, seq)
 
     def get_state_part(self, seq_id):
-        """Copy the state of a sequence that is not in blocks."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         cdef StatePart state = StatePart.__new__(StatePart)
         cdef unique_ptr[lib.seq_state] plan

@@ -17,7 +17,6 @@ cdef class Partial:
 
     @property
     def nbytes(self):
-        """Size of the bytes that are kept."""
         return self.data.shape[0]
 
     @property
@@ -59,7 +58,6 @@ cdef class Partials(Blocks):
         return 0
 
     def get_partial_state(self, seq_id):
-        """Copy the parts of a sequence that cannot be rewound."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         cdef Partial state
         cdef unique_ptr[lib.seq_state] plan

@@ -96,13 +96,6 @@ def wanted_members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
             yield member.replace(name="/".join(parts[3:]), deep=False)
 
 
-def check_member(member: tarfile.TarInfo) -> None:
-    """Refuse what could be written outside the target; the sources are plain files and folders."""
-    outside = member.name.startswith("/") or ".." in member.name.split("/")
-    if outside or not (member.isfile() or member.isdir()):
-        raise FetchError(f"the archive holds {member.name!r}, which is no plain file inside it")
-
-
 def unpack(sdist: Path, target: Path, lock: str) -> None:
     """Unpack into a sibling folder first, so that a half-written one is never used."""
     partial = target.with_name(target.name + ".partial")
@@ -110,7 +103,6 @@ def unpack(sdist: Path, target: Path, lock: str) -> None:
     partial.mkdir(parents=True)
     with tarfile.open(sdist) as archive:
         for member in wanted_members(archive):
-            check_member(member)
             archive.extract(member, partial, **TAR_FILTER)
     if not (partial / "include" / "llama.h").is_file():
         raise FetchError(f"{sdist.name} holds no llama.cpp sources at vendor/llama.cpp")

@@ -211,6 +211,8 @@ def test_capacity_flags_and_widths_have_limits(batch: LlamaBatch) -> None:
     for flags in ([0.5, 1.0], ["a", "b"], None, "ab", [None, True]):
         with pytest.raises((TypeError, ValueError)):
             LlamaBatch.from_arrays([1, 2], [0, 1], 0, flags)
+    with pytest.raises(TypeError, match="seq_ids"):
+        LlamaBatch.from_arrays([1, 2], [0, 1], np.zeros((2, 1)))
     assert unchanged(batch)
 
 

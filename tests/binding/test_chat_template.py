@@ -115,11 +115,7 @@ def test_a_message_without_content_is_refused(model: Any, wrong: dict[str, Any])
     [
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.append(1) }}",
-        "{{ messages[0].update(role='x') }}",
-        "{{ raise_exception.__globals__ }}",
         "{{ cycler.__init__.__globals__.os.system('true') }}",
-        "{% import 'os' as os %}",
-        "{{ open('/etc/passwd') }}",
         "{{ '{0.__class__}'.format(1) }}",
     ],
 )

@@ -197,7 +197,7 @@ class LlamaStateFile:
         return b"".join(self._file())
 
     def save(self, path: Path, *, sync: bool = True) -> int:
-        """Write the file that llama.cpp's own function would write, atomically.
+        """Write the file of llama.cpp's own function, atomically, and return its size in bytes.
 
         Images and sounds among the tokens are written only as -1, which llama-server refuses.
 
@@ -205,11 +205,6 @@ class LlamaStateFile:
         ----------
         path, sync
             As for `SequenceState.save`.
-
-        Returns
-        -------
-        int
-            Size of the file in bytes.
 
         Raises
         ------
@@ -280,7 +275,7 @@ class LlamaFileMethods(StateMethods):
         *,
         sync: bool = True,
     ) -> int:
-        """Save a sequence or the whole context in llama.cpp's own file format.
+        """Save a sequence or the whole context in llama.cpp's own file format; return the size.
 
         Writes the same bytes as ``llama_state_seq_save_file``, or as ``llama_state_save_file`` for
         ``None``; llama-server restores the former as a slot. The file has no checksum and does not
@@ -295,11 +290,6 @@ class LlamaFileMethods(StateMethods):
         tokens
             Token ids, one per held position of the sequence, or any number for a context. ``None``
             writes none; llama-server treats such a slot as empty.
-
-        Returns
-        -------
-        int
-            Size of the file in bytes.
 
         Raises
         ------
@@ -330,7 +320,8 @@ class LlamaFileMethods(StateMethods):
         A file of ``llama_state_seq_save_file`` or of a llama-server slot restores a sequence, one
         of ``llama_state_save_file`` the whole context. The content is checked as in `set_state`
         before anything changes. The file does not record its model and settings: you must make
-        sure that they match and that the file is undamaged.
+        sure that they match and that the file is undamaged. Returns the file; its ``tokens`` may be
+        more or fewer than the held positions.
 
         Parameters
         ----------
@@ -338,12 +329,6 @@ class LlamaFileMethods(StateMethods):
             As for `SequenceState.load`.
         seq_id
             Sequence id, may differ from the source's; ``None`` for the whole context.
-
-        Returns
-        -------
-        LlamaStateFile
-            The loaded file, with its ``tokens``: as many as were written, which may differ
-            from the number of held positions.
 
         Raises
         ------

@@ -208,7 +208,7 @@ class StateMethods(PartialStateMethods):
         *,
         sync: bool = True,
     ) -> int:
-        """Save a sequence to a file: `sequence_state`, then `SequenceState.save`.
+        """Save a sequence to a file (`sequence_state`, `SequenceState.save`); return its size.
 
         Parameters
         ----------
@@ -216,11 +216,6 @@ class StateMethods(PartialStateMethods):
             As for `SequenceState.save`.
         seq_id, tokens, metadata
             As for `sequence_state`.
-
-        Returns
-        -------
-        int
-            Size of the file in bytes.
         """
         self._check_open()
         name = as_path(path, order="save_sequence(path, seq_id)")
@@ -229,7 +224,7 @@ class StateMethods(PartialStateMethods):
     def load_sequence(
         self, path: Path, seq_id: SupportsIndex, *, convert: bool = False, mapped: bool = True
     ) -> SequenceState:
-        """Restore a sequence from a file: `SequenceState.load`, then `restore_sequence`.
+        """Restore a sequence from a file (`SequenceState.load`, `restore_sequence`); return it.
 
         Everything is checked before the context changes; on any error it is unchanged.
 
@@ -240,11 +235,6 @@ class StateMethods(PartialStateMethods):
             its ``parts``, overwriting or truncating the file in place ends the process.
         seq_id, convert
             As for `restore_sequence`.
-
-        Returns
-        -------
-        SequenceState
-            The loaded state, with its ``tokens`` and ``metadata``.
         """
         self._check_open()
         name = as_path(path, order="load_sequence(path, seq_id)")
@@ -310,13 +300,7 @@ class StateMethods(PartialStateMethods):
         *,
         sync: bool = True,
     ) -> int:
-        """Save the whole context to a file: `context_state`, then `ContextState.save`.
-
-        Returns
-        -------
-        int
-            Size of the file in bytes.
-        """
+        """Save the context to a file (`context_state`, `ContextState.save`); return its size."""
         self._check_open()
         name = as_path(path, order="save_context(path, tokens)")
         return self.context_state(tokens, metadata).save(name, sync=sync)
@@ -324,7 +308,7 @@ class StateMethods(PartialStateMethods):
     def load_context(
         self, path: Path, *, convert: bool = False, mapped: bool = True
     ) -> ContextState:
-        """Restore the whole context from a file: `ContextState.load`, then `restore_context`.
+        """Restore the context from a file (`ContextState.load`, `restore_context`); return it.
 
         Parameters
         ----------
@@ -332,11 +316,6 @@ class StateMethods(PartialStateMethods):
             As for `load_sequence`.
         convert
             As for `restore_sequence`.
-
-        Returns
-        -------
-        ContextState
-            The loaded state, with its ``tokens`` and ``metadata``.
         """
         self._check_open()
         name = as_path(path, order="load_context(path)")

@@ -144,12 +144,12 @@ class Saved(ABC):
         return b"".join(self._pieces(checksum))
 
     def save(self, path: Path, *, sync: bool = True, checksum: str | None = None) -> int:
-        """Write a file atomically: its name always refers to a complete file, old or new.
+        """Write a file atomically, and return its size in bytes.
 
         Parameters
         ----------
         path
-            File name. An existing file is replaced once the new one is complete, and keeps its
+            File name; it always refers to a complete file, old or new. An old file keeps its
             permissions. If it is a symbolic link, its target is replaced.
         sync
             Flush the file to disk (``fsync``). ``False`` is faster: a crash of the process
@@ -157,11 +157,6 @@ class Saved(ABC):
         checksum
             ``"sha256"``, or ``"xxh3-128"``, which needs the extra ``state`` for writing and
             reading. Default: XXH3 if it is installed.
-
-        Returns
-        -------
-        int
-            Size of the file in bytes.
 
         Raises
         ------

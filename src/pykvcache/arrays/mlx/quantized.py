@@ -138,8 +138,9 @@ class QuantizedKVCache(PairCache):
     def trim(self, n: SupportsIndex) -> int:
         """Drop the newest `n` tokens, or all if fewer; return the number."""
         dropped = min(as_int("n", n, minimum=0), self._pair.count)
-        for part in self._parts:
-            part.length -= dropped
+        self._pair.length -= dropped
+        self._scales.length -= dropped
+        self._biases.length -= dropped
         return dropped
 
     def _copied(self, n: int = 0) -> Self | None:

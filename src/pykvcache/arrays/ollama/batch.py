@@ -89,7 +89,7 @@ class Batch:
             message = f"{pos.size} positions, but {seq.size} sequences"
             raise CacheValueError(message, "sequences", seq.size, pos.size)
         self.positions = pos.astype(np.int32)
-        self.multimodal = self.rows("multimodal", multimodal)
+        self.multimodal = self.rows("multimodal", as_ints("multimodal", multimodal))
         low, high = int(pos.min(initial=0)), int(pos.max(initial=0))
         if low < 0 or high > MAX_POSITION:
             wrong = low if low < 0 else high
@@ -121,9 +121,8 @@ class Batch:
             raise CacheValueError(message, "tokens", len(self), most)
         return self
 
-    def rows(self, name: str, indices: Iterable[SupportsIndex]) -> NDArray[np.int64]:
-        """Return `indices` as batch indices; raise `CacheValueError` for one outside the batch."""
-        found = as_ints(name, indices)
+    def rows(self, name: str, found: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return batch indices; raise `CacheValueError` for one outside the batch."""
         if found.size and not (found.min() >= 0 and found.max() < len(self)):
             message = (
                 f"{name} holds {shown(found.tolist())}; the batch has rows 0 to {len(self) - 1}"

@@ -169,7 +169,7 @@ class CausalCache(OllamaCache):
         self._ahead = ahead
 
     def _set_causal(self, ahead: list[int]) -> None:
-        ahead = sorted({*ahead})
+        ahead = sorted({*ahead}) if ahead else ahead
         if ahead != self._ahead and self._batch is not None:
             self._build_mask(self._batch, ahead)
 

@@ -21,14 +21,6 @@ from pykvcache.errors import (
 )
 
 
-class Lists:
-    """The same cache, as lists of floats."""
-
-    def __init__(self, layers: int) -> None:
-        self.k: list[list[float]] = [[] for _ in range(layers)]
-        self.v: list[list[float]] = [[] for _ in range(layers)]
-
-
 class FlatMachine(RuleBasedStateMachine):
     """Random appends, advances and cuts; the refused ones must change nothing."""
 
@@ -40,7 +32,8 @@ class FlatMachine(RuleBasedStateMachine):
     )
     def start(self, layers: int, heads: int, dim: int, capacity: int) -> None:
         self.cache = FlatKVCache.with_capacity(layers, heads, dim, capacity)
-        self.lists = Lists(layers)
+        self.k: list[list[float]] = [[] for _ in range(layers)]
+        self.v: list[list[float]] = [[] for _ in range(layers)]
         self.size = heads * dim
         self.length = 0
         self.pending = [0] * layers
@@ -58,8 +51,8 @@ class FlatMachine(RuleBasedStateMachine):
                 call(layer, data, -data)
             return
         call(layer, data, -data)
-        self.lists.k[layer] += data.tolist()
-        self.lists.v[layer] += (-data).tolist()
+        self.k[layer] += data.tolist()
+        self.v[layer] += (-data).tolist()
         self.pending[layer] = count
 
     @rule(layer=st.integers(0, 2), size=st.integers(0, 30))
@@ -100,7 +93,7 @@ class FlatMachine(RuleBasedStateMachine):
     def cut(self, length: int) -> None:
         self.length = length
         self.pending = [0] * len(self.pending)
-        for rows in (*self.lists.k, *self.lists.v):
+        for rows in (*self.k, *self.v):
             del rows[length * self.size :]
 
     @invariant()
@@ -111,8 +104,8 @@ class FlatMachine(RuleBasedStateMachine):
         assert self.cache.is_empty() == (self.length == 0)
         assert self.cache.capacity >= self.length + max(self.pending)
         for layer in range(self.cache.num_layers):
-            assert self.cache.k(layer).tolist() == self.lists.k[layer]
-            assert self.cache.v(layer).tolist() == self.lists.v[layer]
+            assert self.cache.k(layer).tolist() == self.k[layer]
+            assert self.cache.v(layer).tolist() == self.v[layer]
 
 
 TestFlatMachine = FlatMachine.TestCase

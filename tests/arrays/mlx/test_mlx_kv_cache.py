@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mlx_support import HEADS, K_DIM, V_DIM, filled, ids, kv, snapshot, stored
+from mlx_support import HEADS, K_DIM, V_DIM, filled, kv, snapshot, stored
 
 from pykvcache.arrays import (
     BatchKVCache,
@@ -81,21 +81,12 @@ def test_zero_tokens_are_an_empty_state() -> None:
 # ChunkedKVCache ------------------------------------------------------------------------------
 
 
-def test_the_front_is_trimmed_to_the_chunk_and_survives_saving() -> None:
-    cache = filled(ChunkedKVCache(4), [[1, 2, 3]])
-    cache.maybe_trim_front()
-    assert (stored(cache), cache.start_position) == ([1, 2, 3], 0)
-    filled(cache, [[4, 5, 6]])
+def test_the_front_is_trimmed_to_the_chunk() -> None:
+    cache = filled(ChunkedKVCache(4), [[1, 2, 3, 4, 5, 6]])
     cache.maybe_trim_front()
     assert stored(cache) == [3, 4, 5, 6]
     assert (cache.start_position, cache.offset, cache.chunk_size) == (2, 6, 4)
-    assert cache.meta_state == ("4", "2")
-    again: Any = from_state("ChunkedKVCache", cache.state, cache.meta_state)
-    assert snapshot(again) == snapshot(cache)
-    assert ids(again.update(*kv([7]))[1]) == [3, 4, 5, 6, 7]
-    assert cache.trim(9) == 4
-    assert cache.offset == cache.start_position == 2
-    assert cache.make_mask(2) == "causal"
+    assert (cache.meta_state, cache.make_mask(2)) == (("4", "2"), "causal")
 
 
 def test_trimming_the_front_keeps_memory_bounded() -> None:

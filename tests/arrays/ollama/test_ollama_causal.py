@@ -83,17 +83,21 @@ def test_configuration_defaults_to_the_plain_layout() -> None:
     assert made(CausalCache()).config == CacheConfig()
 
 
-def test_keys_and_values_are_stored_in_the_dtype_of_init() -> None:
+def test_keys_and_values_are_converted_to_the_dtype_of_init() -> None:
     cache = CausalCache()
     assert cache.dtype is None
     given: Any
     for given, stored in (("f16", "f2"), (np.float32, "f4"), ("float64", "f8")):
         cache.init(given, 1, 4, 4)
         cache.start_forward([0], [0])
-        cache.put(one(1 / 3, np.float64), np.ones((1, 1, 1), np.int64))
-        key, value, _ = cache.get()
-        assert cache.dtype == key.dtype == value.dtype == np.dtype(stored)
-        assert key[0, 0, 0] == np.dtype(stored).type(1 / 3)
+        for key, value in ((one(1 / 3, np.float64), one(1, np.int64)), ([[[1 / 3]]], [[[1]]])):
+            cache.put(one(0), one(0))
+            cache.put(key, value)
+            found, ones, _ = cache.get()
+            assert cache.dtype == found.dtype == ones.dtype == np.dtype(stored)
+            assert (found.item(), ones.item()) == (np.dtype(stored).type(1 / 3), 1)
+        cache.put(one(1e300, np.float64), one(0))
+        assert cache.get()[0].item() == (1e300 if stored == "f8" else np.inf)
 
 
 @pytest.mark.parametrize(
@@ -141,9 +145,12 @@ def test_close_frees_the_arrays_and_init_starts_anew() -> None:
     assert base() is None
     assert cache.dtype is None
     assert forward(made(cache), [5], [0], [2]) == ([5], [[0]])
+    cache.set_layer(3)
     made(cache).start_forward([0], [0])
     with pytest.raises(CacheOrderError, match="nothing was put in this layer"):
         cache.get()
+    with pytest.raises(CacheValueError, match="layer: 0, batch size: 1, layer batch size: 2"):
+        cache.put(full(2, 1, 1), full(2, 1, 1))
 
 
 # A forward pass ----------------------------------------------------------------------------
@@ -196,31 +203,6 @@ def test_set_causal_rebuilds_the_mask_only_if_rows_change() -> None:
 
 
 # Put and get -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("permuted_v", [False, True])
-def test_key_and_value_head_sizes_may_differ(permuted_v: bool) -> None:
-    cache = causal(permuted_v=permuted_v)
-    k, v = np.random.default_rng(5).normal(size=(2, 4, 2, 5)).astype(np.float32)
-    k = k[..., :3].copy()
-    for first, last in ((0, 3), (3, 4)):
-        cache.start_forward(range(first, last), [0] * (last - first))
-        cache.put(k[first:last], v[first:last])
-    key, value, mask = cache.get()
-    assert np.array_equal(key, k)
-    assert np.array_equal(value, v.transpose(1, 2, 0) if permuted_v else v)
-    assert mask.shape == (1, 4)
-    if permuted_v:  # the cells of a channel are neighbours in memory
-        assert value.strides[2] == value.itemsize
-
-
-def test_put_converts_numbers_and_lists() -> None:
-    cache = causal()
-    cache.start_forward([0, 1], [0, 0])
-    for good in ([[[1]], [[2]]], np.array([[[1]], [[2]]], np.float64), np.array([[[1]], [[2]]])):
-        cache.put(np.zeros((2, 1, 1)), np.zeros((2, 1, 1)))
-        cache.put(good, good)
-        assert cache.get()[0].ravel().tolist() == [1, 2]
 
 
 def test_put_checks_the_number_of_tokens_of_every_pass() -> None:

@@ -179,6 +179,7 @@ class Pair:
             key, value, mask = self.cache.get()
             if self.permuted:
                 assert value.shape == (HEADS, V_DIM, len(key))
+                assert value.strides[2] == value.itemsize  # a channel's cells are neighbours
                 value = value.transpose(2, 0, 1)
             assert mask.dtype == np.float32
             assert mask.shape[0] == -(-batch // self.model.mask_pad) * self.model.mask_pad

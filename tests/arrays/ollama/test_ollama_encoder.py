@@ -144,3 +144,14 @@ def test_sequences_and_positions_do_not_matter() -> None:
     assert cache.encoder_cached
     assert cache.can_resume(0, 99)
     assert cache.can_resume(5, 0)
+
+
+def test_a_reserve_pass_does_not_move_the_item() -> None:
+    cache = stored(2)
+    cache.start_forward([7, 8], [0, 0], True, [1])
+    cache.start_forward([9], [0])
+    cache.put(np.ones((3, 2)), np.ones((3, 2)))
+    cache.remove(0, 3)
+    assert cache.encoder_cached
+    cache.remove(0, 2, 3)
+    assert not cache.encoder_cached

@@ -220,41 +220,35 @@ def use(policy: InputCache, *numbers: int, cache_prompt: bool = True) -> tuple[i
 
 def test_input_cache_splits_the_cells_between_slots() -> None:
     cache = CausalCache()
-    policy = InputCache(cache, 50, 3, 16, False, np.float32)
+    policy = InputCache(cache, 50, 3, 16, False, "f32")
     assert policy.num_ctx == 16
     assert cache.dtype == np.float32
-    assert [(s.id, s.inputs, s.in_use, s.last_used) for s in policy.slots] == [
-        (0, [], False, 0),
-        (1, [], False, 0),
-        (2, [], False, 0),
-    ]
+    slots = [(s.id, s.inputs, s.in_use, s.last_used) for s in policy.slots]
+    assert slots == [(i, [], False, 0) for i in range(3)]
+    cache.start_forward([0], [0], reserve=True)
+    cache.put(np.ones((1, 1, 1)), np.ones((1, 1, 1)))
+    assert cache.get()[2].shape == (1, 3 * 16)
     policy.close()
     assert cache.dtype is None
     InputCache(None, 50, 3, 16, False, np.float32).close()
 
 
-def test_input_cache_refuses_bad_sizes() -> None:
-    cache, sizes = CausalCache(), ((47, 3, 16), (48, 0, 16), (48, -1, 16), (48, 3, 0))
-    for arguments in sizes:
-        with pytest.raises(CacheValueError):
-            InputCache(cache, *arguments, False, np.float16)
+def test_input_cache_checks_sizes_and_dtype() -> None:
+    cache: Any = CausalCache()
+    for arguments, error in (
+        *[((*sizes,), CacheValueError) for sizes in ((47, 3, 16), (48, 0, 16), (48, 3, 0))],
+        ((48, -1, 16), CacheValueError),
+        ((48.0, 3, 16), TypeError),
+        *[((48, 3, 16, False, kind), NotSupported) for kind in ("q8_0", "q4_0")],
+        ((48, 3, 16, False, "int8"), CacheDTypeError),
+    ):
+        with pytest.raises(error):
+            InputCache(cache, *arguments)
     assert cache.dtype is None
-    for other, size in ((cache, 48.0), (object(), 48)):
-        with pytest.raises(TypeError):
-            InputCache(other, size, 3, 16, False, np.float16)  # type: ignore[arg-type]
-
-
-def test_input_cache_stores_f16_by_default() -> None:
-    cache = CausalCache()
+    with pytest.raises(TypeError):
+        InputCache(object(), 48, 3, 16)  # type: ignore[arg-type]
     InputCache(cache, 48, 3, 16)
     assert cache.dtype == np.float16
-    InputCache(cache, 48, 3, 16, False, "f32")
-    assert cache.dtype == np.float32
-    for quantised in ("q8_0", "q4_0"):
-        with pytest.raises(NotSupported, match=quantised):
-            InputCache(cache, 48, 3, 16, False, quantised)
-    with pytest.raises(CacheDTypeError):
-        InputCache(cache, 48, 3, 16, False, "int8")
 
 
 @pytest.mark.parametrize(

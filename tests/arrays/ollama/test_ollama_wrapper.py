@@ -15,7 +15,6 @@ from ollama_support import (
     add_shift,
     assert_same,
     made,
-    one,
     seen,
     state,
     tokens,
@@ -210,6 +209,12 @@ def test_init_config_and_copies_are_refused_as_one() -> None:
         wrapper.copy_prefix(0, 1, 2)
     assert_same(before, state(causal))
     assert seen(causal, 1, 2) == [0.5]
+    failing = made(WrapperCache(CausalCache(), foreign := Foreign()))
+    foreign.fails = "init"
+    with pytest.raises(Fault):
+        made(failing)
+    with pytest.raises(CacheOrderError, match="WrapperCache was not set up"):
+        failing.set_layer(0)
     fresh, configured = CausalCache(), CausalCache()
     configured.set_config(CacheConfig())
     with pytest.raises(CacheOrderError):
@@ -269,7 +274,7 @@ def test_a_shift_fn_may_not_use_the_cache() -> None:
     refused: list[str] = []
     attempts: list[Any] = [
         lambda: cache.remove(0, 0),
-        lambda: cache.put(one(9), one(9)),
+        lambda: cache.put(np.ones((5, 1, 1), np.float32), np.ones((5, 1, 1), np.float32)),
         lambda: cache.get(),
         lambda: cache.start_forward([9], [0]),
         lambda: cache.close(),

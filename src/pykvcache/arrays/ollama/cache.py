@@ -252,7 +252,7 @@ class OllamaCache(ABC):
         """Free the arrays; see `Cache.close`."""
         self._check_idle()
         self._free()
-        self._max_batch, self._batch, self._closed = 0, None, True
+        self._max_batch, self._closed = 0, True
 
     @abstractmethod
     def _free(self) -> None: ...

@@ -125,8 +125,7 @@ class WrapperCache(OllamaCache):
         self._check_remove(seq, begin, end)
         stop = None if end == UNLIMITED else end
         self._each([seq], lambda cache: cache.remove(seq, begin, stop))
-        if begin == 0 and stop is None:
-            self._torn.discard(seq)
+        self._torn.discard(seq)  # of a torn sequence only all can be removed
 
     def _each(self, ids: Iterable[int], change: Callable[[Cache], None]) -> None:
         """Change sequences in all caches; record them as torn if only some did."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_support import feed, kv, pickled, tokens_in
+from mlx_support import feed, kv, pickled, snapshot, tokens_in
 
 from pykvcache.arrays import (
     BatchKVCache,
@@ -90,6 +90,7 @@ class Single:
         assert self.cache.trim(n) == expected
         self.tokens = self.tokens[: len(self.tokens) - expected]
         if shorter is not None:
+            assert snapshot(shorter) == snapshot(self.cache)
             self.cache = shorter
         self.check()
 
@@ -188,6 +189,7 @@ def test_a_quantized_cache_is_a_list_within_half_a_step(
             dropped = min(n, history.shape[3])
             shorter = cache._copied(n)
             assert cache.trim(n) == dropped
+            assert shorter is None or snapshot(shorter) == snapshot(cache)
             cache = shorter if shorter is not None else cache
             history = history[:, :, :, : history.shape[3] - dropped]
         elif step == "copy":

@@ -42,11 +42,10 @@ def likeliest(row: npt.NDArray[np.float32], n: int, chosen: int) -> dict[int, fl
     n = min(n, len(row))
     top = np.argpartition(row, len(row) - n)[len(row) - n :]
     top = top[np.argsort(-row[top], kind="stable")]
-    wide = row.astype(np.float64)
-    largest = wide.max()
-    total = largest + np.log(np.exp(wide - largest).sum())
-    found = {int(t): float(wide[t] - total) for t in top}
-    found.setdefault(chosen, float(wide[chosen] - total))
+    largest = row.max()
+    total = float(largest) + np.log(np.exp(row - largest).sum(dtype=np.float64))
+    found = {int(t): float(row[t] - total) for t in top}
+    found.setdefault(chosen, float(row[chosen] - total))
     return found
 
 

@@ -31,6 +31,7 @@ from pykvcache.errors import (
 from pykvcache.prefix.node import Component
 from pykvcache.prefix.policies import ByPriority
 from support.chat_formats import WEATHER
+from support.logprobs import log_probabilities
 from support.models import make_model
 
 pytest.importorskip("jinja2")
@@ -293,6 +294,26 @@ def test_a_completion_has_the_members_that_clients_know(llm: LLM) -> None:
     echoed = llm(START, max_tokens=4, temperature=0, echo=True)
     assert isinstance(echoed, dict)
     assert START in echoed["choices"][0]["text"]
+    assert echoed["choices"][0]["logprobs"] is None
+
+
+def test_an_echo_has_the_log_probabilities_of_the_prompt(llm: LLM) -> None:
+    tokens = llm.model.tokenize(START)
+    n = len(tokens)
+    with LlamaContext(llm.model, n_ctx=256) as ctx:
+        rows = log_probabilities(ctx, tokens)
+    for n_new in (0, 3):
+        found = llm.create_completion(tokens, max_tokens=n_new, echo=True, logprobs=2)
+        assert isinstance(found, dict)
+        assert found["usage"]["prompt_tokens"] == n
+        assert found["usage"]["completion_tokens"] == n_new
+        (choice,) = found["choices"]
+        shown = choice["logprobs"]
+        assert "".join(shown["tokens"]) == choice["text"]
+        assert shown["token_logprobs"][0] is shown["top_logprobs"][0] is None
+        assert [len(one) for one in shown.values()] == [n + n_new] * 4
+        wanted = rows[np.arange(n - 1), tokens[1:]]
+        np.testing.assert_allclose(shown["token_logprobs"][1:n], wanted, atol=1e-3)
 
 
 def test_a_streamed_completion_is_the_same_text(llm: LLM) -> None:

@@ -40,6 +40,8 @@ from pykvcache.prefix.report import ReuseReport
 from pykvcache.prefix.sequence import CachedSequence
 from pykvcache.prefix.stores import FolderStore
 from pykvcache.sampling import Sampler
+from pykvcache.sequence.prompt_logprobs import prompt_logprobs
+from pykvcache.sequence.sequence import LlamaSequence
 from pykvcache.sequence.text import StopInput, TextStream
 
 if TYPE_CHECKING:
@@ -547,7 +549,8 @@ class LLM(Closing):
         prompt, max_tokens, stop, logprobs
             As in `generate`.
         echo
-            Whether the text begins with the prompt.
+            Whether the text begins with the prompt. With `logprobs`, and without `stream`, its
+            tokens have log-probabilities, too; such a prompt does not use the cache.
         stream
             Yield chunks as the text is generated.
         **sampling
@@ -556,8 +559,13 @@ class LLM(Closing):
         _check_options(sampling, Sampler, "create_completion")
         sampler = Sampler(model=self._model, **sampling)
         start = head("cmpl-", "text_completion", Path(self._model.path).name)
-        tokens = self.tokens_of(prompt)
-        (handle,) = self._submit(tokens, max_tokens, sampler, stop=stop, logprobs=logprobs)
+        tokens, n = self.tokens_of(prompt), operator.index(logprobs)
+        given: Any = tokens
+        scores: list[dict[int, float]] = []
+        if is_scored := echo and n > 0 and not stream:
+            given = LlamaSequence(self._ctx, tokens)
+            scores = prompt_logprobs(given, n)
+        (handle,) = self._submit(given, max_tokens, sampler, stop=stop, logprobs=logprobs)
         before = self._model.detokenize(tokens) if echo else ""
 
         def choice(text: str, reason: str | None) -> dict[str, Any]:
@@ -569,10 +577,15 @@ class LLM(Closing):
         with _aborting(handle):
             found = _completion(handle.wait())
         made = choice(before + found.text, found.finish_reason)
-        if found.logprobs:
-            ids = found.tokens.tolist()
+        if is_scored or found.logprobs:
+            shown = tokens.tolist() if is_scored else []
             made["logprobs"] = text_logprobs(
-                self._model, ids, found.logprobs, len(before), operator.index(logprobs)
+                self._model,
+                shown + found.tokens.tolist(),
+                scores + found.logprobs,
+                len(before),
+                n,
+                len(shown),
             )
         return {**start, "choices": [made], "usage": found.usage}
 
@@ -704,7 +717,11 @@ class LLM(Closing):
 
 def _completion(handle: GenerationHandle) -> Completion:
     sequence = handle.sequence
-    reuse = sequence.reuse if isinstance(sequence, CachedSequence) else ReuseReport()
+    if isinstance(sequence, CachedSequence):
+        reuse = sequence.reuse
+    else:
+        n = len(sequence) - len(handle.tokens)
+        reuse = ReuseReport(n, evaluated=n, unshared=n)
     reason = handle.finish_reason
     assert reason is not None, "the request has ended"
     return Completion(handle.text, handle.tokens, reason, handle.logprobs, reuse)

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from pykvcache.chat_format import ChatFormat, ChatMessage
@@ -124,25 +125,29 @@ def text_logprobs(
     rows: Sequence[dict[int, float]],
     offset: int,
     top: int,
+    n_prompt: int = 0,
 ) -> dict[str, Any]:
     """Return ``logprobs`` of completions: parallel lists.
 
-    `offset` is the text's offset. Each row shows its `top` likeliest tokens and the chosen one.
+    The first `n_prompt` tokens are the prompt's, of which the very first has no row, and `offset`
+    is that of the text after them. Each row shows its `top` likeliest tokens and the chosen one.
     """
 
     def text(token: int) -> str:
         return model.token_to_piece(token).decode("utf-8", "replace")
 
     texts = [text(token) for token in tokens]
-    offsets = [offset + sum(map(len, texts[:i])) for i in range(len(texts))]
+    ends = [0, *accumulate(map(len, texts))]
+    n_first = 1 if n_prompt else 0
+    first: list[Any] = [None] * n_first
+    pairs = list(zip(tokens[n_first:], rows, strict=False))
     return {
         "tokens": texts,
-        "token_logprobs": [row[token] for token, row in zip(tokens, rows, strict=False)],
-        "top_logprobs": [
-            {text(t): row[t] for t in (*list(row)[:top], token)}
-            for token, row in zip(tokens, rows, strict=False)
-        ],
-        "text_offset": offsets,
+        "token_logprobs": first + [row[token] for token, row in pairs],
+        "top_logprobs": first
+        + [{text(t): row[t] for t in (*list(row)[:top], token)} for token, row in pairs],
+        # The prompt's text can lack a space that its first token has.
+        "text_offset": [max(0, offset + end - ends[n_prompt]) for end in ends[:-1]],
     }
 
 

@@ -21,6 +21,7 @@ from pykvcache import (
     Sampler,
 )
 from pykvcache.errors import ArgumentError, DecodeAborted, StateLayoutMismatch
+from pykvcache.sequence.prompt_logprobs import prompt_logprobs
 from support.adapters import write_adapter
 from support.models import EXACT, RIGHT, WRONG, make_model
 
@@ -120,6 +121,15 @@ def test_an_adapter_applies_from_the_invocation_tokens_on(made: Made, swa_full: 
         # A context's own decode uses it for all tokens.
         ctx.decode(PROMPT)
         assert differ(ctx.logits(), made.by_hand(PROMPT, 0)) < RIGHT
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_its_adapters(made: Made) -> None:
+    with made.context([made.alora]) as ctx, LlamaSequence(ctx, PROMPT) as sequence:
+        found = prompt_logprobs(sequence, 1)
+    for i in range(len(BEFORE) - 2, len(PROMPT)):
+        row = made.by_hand(PROMPT[:i], len(BEFORE)).astype(np.float64)
+        wanted = row[PROMPT[i]] - np.logaddexp.reduce(row)
+        assert found[i - 1][PROMPT[i]] == pytest.approx(wanted, abs=RIGHT)
 
 
 def test_a_plain_adapter_applies_before_it_and_after_it(made: Made) -> None:

@@ -11,6 +11,9 @@ from urllib.request import urlopen
 import numpy as np
 import pytest
 
+from pykvcache import LlamaContext, LlamaModel, embedded_model_path
+from support.logprobs import log_probabilities
+
 PROMPT = [{"role": "user", "content": "Lucy has a red kite. Tom is a baker."}]
 
 
@@ -128,6 +131,67 @@ def test_completions_take_texts_and_tokens(client: Any) -> None:
         model="stories", prompt="Lucy has", max_tokens=4, temperature=0, stream=True
     )
     assert "".join(chunk.choices[0].text for chunk in stream) == one.choices[0].text
+
+
+def test_an_echo_has_the_log_probabilities_of_the_prompt(client: Any) -> None:
+    texts = ["Lucy has a red kite. Tom is a baker.", "Tom likes the mill.", "Ben"]
+    with LlamaModel(embedded_model_path()) as model:
+        prompts = [model.tokenize(text) for text in texts]
+        rows = []
+        for prompt in prompts:
+            with LlamaContext(model, n_ctx=256) as ctx:
+                rows.append(log_probabilities(ctx, prompt))
+        likeliest = [
+            [model.token_to_piece(int(t)).decode() for t in row.argmax(axis=1)] for row in rows
+        ]
+    options = {"model": "stories", "temperature": 0, "echo": True, "logprobs": 1}
+    given: Any
+    for given in ([prompt.tolist() for prompt in prompts], texts):
+        for n_new in (0, 2):
+            found = client.completions.create(**options, prompt=given, max_tokens=n_new)
+            assert found.usage.prompt_tokens == sum(map(len, prompts))
+            assert found.usage.completion_tokens == 3 * n_new
+            assert found.usage.prompt_tokens_details.cached_tokens == 0
+            for choice, prompt, row, best in zip(
+                found.choices, prompts, rows, likeliest, strict=True
+            ):
+                shown, n = choice.logprobs, len(prompt)
+                assert "".join(shown.tokens) == choice.text
+                assert choice.text.startswith(texts[choice.index])
+                for i, (token, at) in enumerate(zip(shown.tokens, shown.text_offset, strict=True)):
+                    assert choice.text[at:].startswith(token), i
+                assert len(shown.tokens) == n + n_new
+                assert shown.token_logprobs[0] is shown.top_logprobs[0] is None
+                wanted = row[np.arange(n - 1), prompt[1:]]
+                np.testing.assert_allclose(shown.token_logprobs[1:n], wanted, atol=1e-3)
+                for i in range(n - 1):
+                    top = shown.top_logprobs[i + 1]
+                    assert top[best[i]] == pytest.approx(row[i].max(), abs=1e-3)
+                    assert top[shown.tokens[i + 1]] == shown.token_logprobs[i + 1]
+                if n_new:
+                    new = shown.tokens[n]
+                    assert new == best[-1]
+                    assert shown.token_logprobs[n] == pytest.approx(row[-1].max(), abs=1e-3)
+
+
+def test_a_streamed_echo_begins_with_the_prompts_log_probabilities(client: Any) -> None:
+    options = {"model": "stories", "prompt": ["Lucy has", "Tom is"], "n": 2, "max_tokens": 3}
+    options.update(temperature=0, echo=True, logprobs=2)
+    whole = client.completions.create(**options)
+    texts, lists = [""] * 4, [([], [], [], []) for _ in range(4)]
+    for chunk in client.completions.create(**options, stream=True):
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.text
+        if (new := choice.logprobs) is not None:
+            parts = new.tokens, new.token_logprobs, new.top_logprobs, new.text_offset
+            for known, part in zip(lists[choice.index], parts, strict=True):
+                known += part
+    assert texts == [choice.text for choice in whole.choices]
+    for (tokens, values, tops, offsets), choice in zip(lists, whole.choices, strict=True):
+        assert tokens == choice.logprobs.tokens
+        assert offsets == choice.logprobs.text_offset
+        assert values[0] is tops[0] is None
+        np.testing.assert_allclose(values[1:], choice.logprobs.token_logprobs[1:], atol=1e-3)
 
 
 def test_embeddings_have_unit_length_in_both_encodings(client: Any) -> None:

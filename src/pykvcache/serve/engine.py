@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from pykvcache.generate.handle import FinishReason, GenerationHandle
 from pykvcache.llm import LLM
 from pykvcache.prefix.report import ReuseReport
 from pykvcache.sampling import Sampler
+from pykvcache.sequence.prompt_logprobs import prompt_logprobs
 from pykvcache.sequence.sequence import LlamaSequence
 from pykvcache.sequence.text import TextStream
 from pykvcache.serve.errors import ApiError, context_exceeded
@@ -109,6 +110,8 @@ class Job:
         Strings that end a text.
     logprobs
         Number of likeliest tokens to report for each generated token.
+    scores_prompts
+        Whether to report them for the prompts' tokens, too; such prompts do not use the cache.
     namespace
         The tenant: nothing is shared across namespaces.
     use_cache
@@ -129,6 +132,7 @@ class Job:
     n: int = 1
     stop: tuple[str, ...] = ()
     logprobs: int = 0
+    scores_prompts: bool = False
     namespace: str = ""
     use_cache: bool = True
     boundaries: tuple[int, ...] = ()
@@ -164,13 +168,48 @@ class Piece:
 class Generation:
     """A running job. `Engine.generate` makes and ends it; `pieces` yields its results."""
 
-    def __init__(self, engine: Engine, job: Job, handles: list[GenerationHandle]) -> None:
+    def __init__(self, engine: Engine, job: Job) -> None:
         self.engine, self.job = engine, job
-        self._handles = handles
+        self._handles: list[GenerationHandle] = []
+        #: For each prompt, log-probabilities of its tokens after the first, if the job wants them.
+        self.scores: list[list[dict[int, float]]] = []
         self._ready = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._texts = [TextStream(job.stop) for _ in handles]
-        self._n_tokens = [0] * len(handles)
+        n = len(job.prompts) * job.n
+        self._texts = [TextStream(job.stop) for _ in range(n)]
+        self._n_tokens = [0] * n
+
+    def submit(self, prompts: Sequence[Tokens]) -> None:
+        """Submit prompts of the job, in order, and score them if the job says so."""
+        job, llm = self.job, self.engine.llm
+        options: dict[str, Any] = {"n": job.n, "stop": job.stop, "logprobs": job.logprobs}
+        if job.use_cache:
+            options["namespace"] = job.namespace
+            options["keep"] = job.keep
+            options["boundaries"] = job.boundaries
+        trained = llm.model.n_ctx_train
+        try:
+            for tokens in prompts:
+                limit = self.engine.n_ctx - len(tokens)
+                if job.max_tokens is not None:
+                    limit = min(limit, job.max_tokens)
+                elif len(tokens) < trained:  # beyond it, the text degrades
+                    limit = min(limit, trained - len(tokens))
+                prompt: Any = tokens if job.use_cache else LlamaSequence(llm.context, tokens)
+                if job.scores_prompts:
+                    self.scores.append(prompt_logprobs(prompt, job.logprobs))
+                    self._close_ended()
+                found = llm.generator.submit(prompt, limit, job.sampler, **options)
+                self._handles += found if isinstance(found, list) else [found]
+        except BaseException:
+            self.abort()
+            raise
+
+    def _close_ended(self) -> None:
+        """Free the cells of samples that have ended, before many scored prompts fill the memory."""
+        for handle in self._handles:
+            if handle.finish_reason:
+                handle.sequence.close()
 
     async def pieces(self, *, stream: bool) -> AsyncIterator[Piece]:
         """Yield new parts of samples as they are generated; without `stream`, whole samples."""
@@ -365,8 +404,12 @@ class Engine:
             400: the prompt does not fit; 429: too many requests wait.
         """
         with self._admitted():
-            job, handles = await asyncio.to_thread(self._begin, make)
-            generation = Generation(self, job, handles)
+            generation = Generation(self, await asyncio.to_thread(self._checked, make))
+            job = generation.job
+            # Scoring takes long: a cancelled request scores only its current prompt.
+            parts = [[one] for one in job.prompts] if job.scores_prompts else [job.prompts]
+            for part in parts:
+                await asyncio.to_thread(generation.submit, part)
             loop = asyncio.get_running_loop()
             timer = loop.call_later(self._timeout or 1e9, generation.abort)
             try:
@@ -378,38 +421,14 @@ class Engine:
                     # Not awaited: a cancelled request must not wait.
                     loop.run_in_executor(None, self._clean_up, generation)
 
-    def _begin(self, make: Callable[[], Job]) -> tuple[Job, list[GenerationHandle]]:
+    def _checked(self, make: Callable[[], Job]) -> Job:
         job = make()
         sizes = [len(prompt) for prompt in job.prompts]
         if not all(sizes):
             raise ApiError(400, "the prompt has no tokens", param="prompt")
         if max(sizes) >= self.n_ctx:
             raise context_exceeded(max(sizes), self.n_ctx)
-        return job, self._submit(job)
-
-    def _submit(self, job: Job) -> list[GenerationHandle]:
-        handles: list[GenerationHandle] = []
-        options: dict[str, Any] = {"n": job.n, "stop": job.stop, "logprobs": job.logprobs}
-        if job.use_cache:
-            options["namespace"] = job.namespace
-            options["keep"] = job.keep
-            options["boundaries"] = job.boundaries
-        trained = self.llm.model.n_ctx_train
-        try:
-            for tokens in job.prompts:
-                limit = self.n_ctx - len(tokens)
-                if job.max_tokens is not None:
-                    limit = min(limit, job.max_tokens)
-                elif len(tokens) < trained:  # beyond it, the text degrades
-                    limit = min(limit, trained - len(tokens))
-                prompt: Any = tokens if job.use_cache else LlamaSequence(self.llm.context, tokens)
-                found = self.llm.generator.submit(prompt, limit, job.sampler, **options)
-                handles += found if isinstance(found, list) else [found]
-        except BaseException:
-            for handle in handles:
-                handle.abort()
-            raise
-        return handles
+        return job
 
     def _clean_up(self, generation: Generation) -> None:
         """Pin the breakpoints' prefixes; free the cells of sequences outside the cache."""

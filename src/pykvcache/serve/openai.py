@@ -174,16 +174,19 @@ def completion_job(
         )
     says = any(n is not None for n in (request.max_tokens, request.n_predict))
     shown = request.logprobs
+    # With 0, only the chosen tokens are shown.
+    logprobs = request.n_probs if shown is None or shown is False else max(int(shown), 1)
+    scores = request.echo and logprobs > 0
     return Job(
         prompts=tuple(prompts),
         max_tokens=request.limit if says else default,
         sampler=sampler_of(request, engine),
         n=request.n,
         stop=request.stops,
-        # With 0, only the chosen tokens are shown.
-        logprobs=request.n_probs if shown is None or shown is False else max(int(shown), 1),
+        logprobs=logprobs,
+        scores_prompts=scores,
         namespace=tenant,
-        use_cache=request.cache_prompt,
+        use_cache=request.cache_prompt and not scores,
     )
 
 
@@ -210,10 +213,16 @@ class _TextWriter(_ChoiceWriter):
         self._n_characters: dict[int, int] = {}
 
     def write(self, piece: Piece) -> Iterator[bytes]:
-        i, model = piece.index, self.generation.engine.llm.model
+        i, generation = piece.index, self.generation
         self.is_begun = True
-        is_first = i not in self._n_characters
-        before = self._prompt(i) if self._is_echo and is_first else ""
+        tokens, rows, n_prompt = piece.tokens, [*piece.logprobs], 0
+        before = ""
+        if self._is_echo and i not in self._n_characters:
+            before = self._prompt(i)
+            if generation.scores:
+                k = i // generation.job.n
+                prompt = generation.job.prompts[k].tolist()
+                tokens, rows, n_prompt = prompt + tokens, generation.scores[k] + rows, len(prompt)
         at = self._n_characters.get(i, 0) + len(before)
         self._n_characters[i] = at + len(piece.text)
         choice: dict[str, Any] = {
@@ -222,9 +231,9 @@ class _TextWriter(_ChoiceWriter):
             "finish_reason": finish_reason(piece.finish_reason),
             "logprobs": None,
         }
-        if piece.logprobs:
-            top = int(self.request.logprobs or 0)  # type: ignore[attr-defined]
-            choice["logprobs"] = text_logprobs(model, piece.tokens, piece.logprobs, at, top)
+        if rows or n_prompt:
+            model, top = generation.engine.llm.model, int(self.request.logprobs or 0)  # type: ignore[attr-defined]
+            choice["logprobs"] = text_logprobs(model, tokens, rows, at, top, n_prompt)
         self.choices[i] = choice
         if choice["text"] or not piece.finish_reason:
             yield self.chunk({**choice, "finish_reason": None})

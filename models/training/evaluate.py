@@ -76,13 +76,17 @@ class Reader:
         """Draw a continuation by chance; it ends where the story ends."""
         ids: list[int] = []
         while len(ids) < n_tokens:
-            logits = self.ctx.logits(-1).astype(np.float64) / self.temperature
-            chances = np.exp(logits - logits.max())
-            ids.append(int(rng.choice(len(chances), p=chances / chances.sum())))
+            ids.append(self.draw(rng))
             if ids[-1] == self.tokenizer.eos:
                 return ids[:-1]
             self.read(ids[-1:])
         return ids
+
+    def draw(self, rng: np.random.Generator) -> int:
+        """Draw the next token by chance, without reading it."""
+        logits = self.ctx.logits(-1).astype(np.float64) / self.temperature
+        chances = np.exp(logits - logits.max())
+        return int(rng.choice(len(chances), p=chances / chances.sum()))
 
     def remove(self, start: int, end: int) -> None:
         """Take the cells of these positions out of the cache."""

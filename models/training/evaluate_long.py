@@ -45,19 +45,20 @@ def slide(reader: Reader, n_runs: int) -> None:
         reader.start("Once upon a time")
         ids: list[int] = []
         while len(ids) < LENGTH:
-            token = reader.sample(1, rng)
-            if not token:  # the story is over, so the next one begins
-                reader.read([reader.tokenizer.bos])
-                continue
-            ids += token
+            token = reader.draw(rng)
             if reader.n_past >= WINDOW:
                 half = WINDOW // 2
                 reader.remove(1, 1 + half)
                 reader.ctx.kv_cache_seq_add(0, 1 + half, None, -half)
+            if token == reader.tokenizer.eos:  # the story is over, so the next one begins
+                token = reader.tokenizer.bos
+            else:
+                ids.append(token)
+            reader.read([token])
         verdict += judge("Once upon a time" + reader.tokenizer.decode(ids))
     true, claims = verdict.backed, verdict.claims
     shares = f"{verdict.grammatical / verdict.sentences:.1%} | {true / claims:.1%}"
-    print("\n| sliding window | sentences | grammatical | true to its story |")
+    print("\n| shifted context | sentences | grammatical | true to its story |")
     print("|---|---:|---:|---:|")
     name = f"{n_runs} texts of {LENGTH} tokens through {WINDOW}"
     print(f"| {name} | {verdict.sentences} | {shares} |")

@@ -240,3 +240,15 @@ def test_the_default_is_within_a_point_on_real_traces(name: str) -> None:
     trace = read_trace(TRACES / f"{name}.jsonl.gz")
     report = compare(trace, [*SIMPLE, DEFAULT], (0.01, 0.05, 0.1, 0.25))
     assert min(report.margins()) > -1, margin_table([report])
+
+
+@pytest.mark.slow
+def test_the_page_of_policies_has_the_table_that_the_command_prints() -> None:
+    text = (Path(__file__).parents[2] / "docs/policies.md").read_text(encoding="utf-8")
+    shares, policies = [0.01, 0.05, 0.1, 0.25], [*SIMPLE, DEFAULT]
+    reports = [compare(workload(name, 2000), policies, shares) for name in WORKLOADS]
+    assert margin_table(reports) in text
+    margins = [margin for report in reports for margin in report.margins()]
+    below, above = sum(one < -1 for one in margins), sum(one > 1 for one in margins)
+    counts = f"below the best in {below} of the {len(margins)} cases, and more than a point above"
+    assert f"{counts} it in {above}." in text.replace("\n", " ")

@@ -55,7 +55,7 @@ def slow(groups: dict[str, Rows]) -> Verdict:
     if not found:
         return Verdict("tier_slow", text, "-", None)
     worst = max(found, key=lambda name: statistics.median(found[name]))
-    figure = f"{span(found[worst], '', 2)}, the worst of {len(found)} tiers ({worst})"
+    figure = f"{span(found[worst], '', 3)}, the worst of {len(found)} tiers ({worst})"
     return Verdict("tier_slow", text, figure, statistics.median(found[worst]) <= SLOWEST)
 
 

@@ -255,7 +255,7 @@ REASONS: dict[str, str] = {
     "arithmetic, which the server needs as well.",
     "step": "The interpreter's code and objects drop out of the processor's caches during a decode, and choosing a token "
     "is part of a step.",
-    "tier_folder": "Decoding the single new token over 4,096 cells is llama.cpp's work, and alone takes more than 1/300 of the "
+    "tier_folder": "Decoding the single new token over 4,096 cells is llama.cpp's work, and alone takes about 1/300 of the "
     "cold time. RAM adds the copy of 24 MiB into the cells; a folder adds the copy out of the page cache, checksums and the "
     "check of values.",
     "tier_slow": "A request waits for its tiers for a tenth of the expected evaluation, at most. A store that turns out slower "

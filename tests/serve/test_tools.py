@@ -97,6 +97,59 @@ def test_a_model_without_a_template_answers_and_calls_tools(
     assert (ended["stop_reason"], ended["stop_sequence"]) == ("end_turn", None)
 
 
+@pytest.mark.parametrize("name", ["get_date", "get_time"])
+def test_only_allowed_tools_are_called(client: Any, name: str) -> None:
+    parameters = {"type": "object", "properties": {}, "additionalProperties": False}
+    names = ["get_weather", "get_date", "get_time"]
+    functions = [{"name": one, "parameters": parameters} for one in names]
+    tools = [{"type": "function", "function": function} for function in functions]
+    wish = {"mode": "required", "tools": [{"type": "function", "function": {"name": name}}]}
+    brief: dict[str, Any] = {"parallel_tool_calls": False, "temperature": 0}
+    brief["extra_body"] = {"chat_template_kwargs": {"enable_thinking": False}}
+    options = {"model": "m", "messages": MESSAGES, "tools": tools, **brief}
+    answer = client.chat.completions.create(
+        **options, tool_choice={"type": "allowed_tools", "allowed_tools": wish}
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == name
+    again = client.chat.completions.create(**options, max_tokens=1)  # the prompt has all tools
+    assert again.usage.prompt_tokens == answer.usage.prompt_tokens
+    assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens - 1
+    response = client.responses.create(
+        model="m",
+        input=MESSAGES,
+        tools=[{"type": "function", **function} for function in functions],
+        tool_choice={
+            "type": "allowed_tools",
+            "mode": "required",
+            "tools": [{"type": "function", "name": name}, {"type": "image_generation"}],
+        },
+        **brief,
+    )
+    assert [item.name for item in response.output if item.type == "function_call"] == [name]
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"mode": "none", "tools": []},
+        {"mode": "auto"},
+        {"mode": "auto", "tools": ["get_weather"]},
+        {"mode": "auto", "tools": [{"type": "function", "function": {"name": "other"}}]},
+        {"mode": "required", "tools": []},
+        7,
+    ],
+)
+def test_allowed_tools_must_be_tools_of_the_request(client: Any, openai: Any, wish: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="tool"):
+        client.chat.completions.create(
+            model="m",
+            messages=MESSAGES,
+            tools=TOOLS,
+            tool_choice={"type": "allowed_tools", "allowed_tools": wish},
+        )
+
+
 def test_a_truncated_call_finishes_with_length(client: Any) -> None:
     whole = client.chat.completions.create(
         model="m", messages=MESSAGES, tools=TOOLS, extra_body=ONE, temperature=0

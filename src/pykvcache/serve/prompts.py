@@ -307,9 +307,10 @@ def chat_job(request: ChatRequest, tenant: str, engine: Engine) -> Job:
     elif request.cache_ttl is not None and (not places or places[-1].n_tokens < n):
         places = (*places[1 - MOST_BREAKPOINTS :], Breakpoint(n, request.cache_ttl))
     schema: Any = schema_of(request.response_format)
+    allowed, choice = _allowed(tools, request.tool_choice)
     form = engine.llm.model.chat_format(
-        tools=tools,
-        tool_choice=request.tool_choice or "auto",  # type: ignore[arg-type]
+        tools=allowed,
+        tool_choice=choice,
         parallel_tool_calls=request.parallel_tool_calls,
         json_schema=request.json_schema if schema is None else schema,  # type: ignore[arg-type]
         strict=False,
@@ -334,6 +335,26 @@ def chat_job(request: ChatRequest, tenant: str, engine: Engine) -> Job:
         keep=keep,
         format=form,
     )
+
+
+def _allowed(tools: list[dict[str, Any]] | None, choice: Any) -> tuple[Any, Any]:
+    """Return the tools that may be called, and the choice among them.
+
+    ``allowed_tools`` selects some: the prompt keeps all, so that its prefix stays cached.
+    """
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return tools, choice or "auto"
+    wish = choice.get("allowed_tools", choice)  # in the Responses API, the members are its own
+    try:
+        mode, named = wish["mode"], [one for one in wish["tools"] if one["type"] == "function"]
+        names = [one.get("function", one)["name"] for one in named]
+    except (TypeError, KeyError, AttributeError):
+        mode, names = None, []
+    known = {one["function"]["name"]: one for one in tools or ()}
+    if mode not in ("auto", "required") or not known.keys() >= set(names):
+        told = "allowed_tools must have a mode, 'auto' or 'required', and functions of the request"
+        raise ApiError(400, told, param="tool_choice")
+    return [one for name, one in known.items() if name in names], mode
 
 
 def sampler_of(request: Sampling, engine: Engine, **more: Any) -> Sampler:

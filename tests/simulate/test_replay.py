@@ -186,7 +186,6 @@ def test_long_prompts_cost_runs_and_not_blocks() -> None:
 
 
 TRACES = Path(os.environ.get("PYKVCACHE_TRACES", "."))
-SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -221,13 +220,6 @@ def test_the_default_is_close_to_the_best_simple_policy(name: str, share: float)
     """Each of these is served badly by some policy."""
     report = compare(workload(name, 2000), [*SIMPLE, DEFAULT], [share])
     assert report.margins()[0] > -1, margin_table([report])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_the_default_is_within_a_point_everywhere(name: str) -> None:
-    report = compare(workload(name, 4000), [*SIMPLE, DEFAULT], SHARES)
-    assert min(report.margins()) > -1, margin_table([report])
 
 
 @pytest.mark.slow

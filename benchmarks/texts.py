@@ -19,7 +19,8 @@ def head(result: dict[str, Any]) -> str:
     return f"""# Benchmarks
 
 pykvcache compared with plain C and other Python bindings of llama.cpp: same GGUF files, tokens and number of threads, on
-{machine["cpus"]} cores ({machine["cpu"]}{mixed if elsewhere(result) else ""}).
+{machine["cpus"]} cores ({machine["cpu"]}{mixed if elsewhere(result) else ""}). Compare times only within one group: the groups were measured
+in different runs, and the machine is not equally fast in all of them.
 `make bench` writes this page and [all tables](benchmarks-tables.md) from [benchmarks.json](benchmarks.json), which has every raw sample.
 
 Models: Gemma 3 270M (Q4_K_M); the *story model* (4 MB, included in the package); *30M* and *135M*, llamas with that many random

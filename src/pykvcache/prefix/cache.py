@@ -55,7 +55,7 @@ class PrefixCache(Closing):
     namespace
         Default namespace of `sequence`. Namespaces share nothing.
     keep_logits
-        Also keep the logits after each prompt, so that an exact repeat needs no decode.
+        Also keep the logits that were read after a prompt, so that an exact repeat needs no decode.
     checkpoint_bytes
         Upper bound on the bytes of checkpoints of live sequences.
     tiers

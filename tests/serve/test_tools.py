@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from pykvcache.serve.engine import Generation, Piece
 from support.models import make_model
 
 MESSAGES: list[Any] = [{"role": "user", "content": "How is the weather by the sea?"}]
@@ -252,6 +255,30 @@ def test_reasoning_is_separate_from_the_answer(client: Any, claude: Any, is_stre
     assert [block.type for block in blocks] == ["thinking", "text"]
     found = client.responses.create(model="m", input=MESSAGES, extra_body=THINKS)
     assert [item.type for item in found.output] == ["reasoning", "message"]
+
+
+def test_each_item_of_a_streamed_response_is_whole_when_the_next_begins(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_one = Generation.pieces
+
+    async def by_character(self: Generation, *, stream: bool) -> AsyncIterator[Piece]:
+        assert stream
+        async for piece in in_one(self, stream=False):
+            for character in piece.text:
+                yield Piece(piece.index, character, [])
+            yield replace(piece, text="")
+
+    monkeypatch.setattr(Generation, "pieces", by_character)
+    options = {"model": "m", "input": MESSAGES, "extra_body": THINKS, "stream": True}
+    events = list(client.responses.create(**options))
+    done = [one.item for one in events if one.type == "response.output_item.done"]
+    assert [(one.type, one.status) for one in done] == [
+        ("reasoning", "completed"),
+        ("message", "completed"),
+    ]
+    assert all(one.content[0].text for one in done)
+    assert done == events[-1].response.output
 
 
 def test_a_chain_of_langchain_calls_tools(thinker: str) -> None:

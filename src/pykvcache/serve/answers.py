@@ -178,9 +178,11 @@ class Parts:
     def _open_part(
         self, key: tuple[str, int], new: Part
     ) -> Iterator[tuple[Literal["open", "close"], Part, str]]:
-        yield from self._close()
+        closed = self.all[-1] if self._open is not None else None
         self._open = key
         self.all.append(new)
+        if closed is not None:  # it is not the last one any more
+            yield "close", closed, ""
         yield "open", new, ""
 
     def _close(self) -> Iterator[tuple[Literal["close"], Part, str]]:

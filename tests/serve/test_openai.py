@@ -133,6 +133,14 @@ def test_completions_take_texts_and_tokens(client: Any) -> None:
     assert "".join(chunk.choices[0].text for chunk in stream) == one.choices[0].text
 
 
+def test_n_probs_is_the_number_of_likeliest_tokens_of_a_completion(client: Any) -> None:
+    options = {"model": "stories", "prompt": "Lucy has", "max_tokens": 4, "temperature": 0}
+    shown = client.completions.create(**options, logprobs=3).choices[0].logprobs
+    found = client.completions.create(**options, extra_body={"n_probs": 3}).choices[0].logprobs
+    assert [list(row) for row in found.top_logprobs] == [list(row) for row in shown.top_logprobs]
+    assert all(len(row) >= 3 for row in found.top_logprobs)
+
+
 def test_an_echo_has_the_log_probabilities_of_the_prompt(client: Any) -> None:
     texts = ["Lucy has a red kite. Tom is a baker.", "Tom likes the mill.", "Ben"]
     with LlamaModel(embedded_model_path()) as model:

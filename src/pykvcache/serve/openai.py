@@ -173,9 +173,8 @@ def completion_job(
             param="n",
         )
     says = any(n is not None for n in (request.max_tokens, request.n_predict))
-    shown = request.logprobs
-    # With 0, only the chosen tokens are shown.
-    logprobs = request.n_probs if shown is None or shown is False else max(int(shown), 1)
+    # With logprobs 0, only the chosen tokens are shown.
+    logprobs = request.n_top or int(request.logprobs is not None and request.logprobs is not False)
     scores = request.echo and logprobs > 0
     return Job(
         prompts=tuple(prompts),
@@ -232,7 +231,7 @@ class _TextWriter(_ChoiceWriter):
             "logprobs": None,
         }
         if rows or n_prompt:
-            model, top = generation.engine.llm.model, int(self.request.logprobs or 0)  # type: ignore[attr-defined]
+            model, top = generation.engine.llm.model, self.request.n_top  # type: ignore[attr-defined]
             choice["logprobs"] = text_logprobs(model, tokens, rows, at, top, n_prompt)
         self.choices[i] = choice
         if choice["text"] or not piece.finish_reason:

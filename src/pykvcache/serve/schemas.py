@@ -197,6 +197,12 @@ class CompletionRequest(Sampling, kw_only=True):
         if self.best_of and self.best_of > self.n:
             raise ValueError("Expected `int` <= `n` - at `$.best_of`")
 
+    @property
+    def n_top(self) -> int:
+        """Number of likeliest tokens to show for each token."""
+        shown = self.logprobs
+        return self.n_probs if shown is None or shown is False else int(shown)
+
 
 class EmbeddingRequest(Struct, kw_only=True):
     """``POST /v1/embeddings``."""

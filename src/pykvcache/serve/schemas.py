@@ -44,7 +44,6 @@ _REFUSED = {
     "functions": "send tools",
     "suffix": "this server does not fill in the middle",
     "conversation": "send previous_response_id",
-    "prompt_template": "this server stores no prompts",
 }
 
 
@@ -263,6 +262,13 @@ class ResponseRequest(Settings, kw_only=True):
     safety_identifier: str | None = None
     conversation: str | Object | None = None
     prompt_template: Object | None = msgspec.field(name="prompt", default=None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prompt_template:
+            raise ValueError(
+                "prompt is not supported: this server stores no prompts - at `$.prompt`"
+            )
 
     @property
     def logprobs(self) -> bool:

@@ -316,6 +316,15 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(llm: LLM) -> None:
         np.testing.assert_allclose(shown["token_logprobs"][1:n], wanted, atol=1e-3)
 
 
+@pytest.mark.parametrize("logprobs", [None, 1.5, True, -1, 1 << 30], ids=repr)
+def test_wrong_logprobs_are_named_before_a_prompt_is_evaluated(llm: LLM, logprobs: Any) -> None:
+    before = llm.context.tokens_evaluated
+    with pytest.raises((TypeError, ValueError), match=r"^logprobs ") as caught:
+        llm.create_completion(START + str(logprobs), echo=True, logprobs=logprobs)
+    assert isinstance(caught.value, ValueError) == (logprobs in (-1, 1 << 30))
+    assert llm.context.tokens_evaluated == before
+
+
 def test_a_streamed_completion_is_the_same_text(llm: LLM) -> None:
     whole = llm.create_completion(START, max_tokens=12, temperature=0)
     chunks = list(llm.create_completion(START, max_tokens=12, temperature=0, stream=True))

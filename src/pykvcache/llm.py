@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import operator
 import os
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -559,13 +558,14 @@ class LLM(Closing):
         _check_options(sampling, Sampler, "create_completion")
         sampler = Sampler(model=self._model, **sampling)
         start = head("cmpl-", "text_completion", Path(self._model.path).name)
-        tokens, n = self.tokens_of(prompt), operator.index(logprobs)
+        tokens = self.tokens_of(prompt)
+        n = as_int(logprobs, "logprobs", 0, self._model.n_vocab)
         given: Any = tokens
         scores: list[dict[int, float]] = []
         if is_scored := echo and n > 0 and not stream:
             given = LlamaSequence(self._ctx, tokens)
             scores = prompt_logprobs(given, n)
-        (handle,) = self._submit(given, max_tokens, sampler, stop=stop, logprobs=logprobs)
+        (handle,) = self._submit(given, max_tokens, sampler, stop=stop, logprobs=n)
         before = self._model.detokenize(tokens) if echo else ""
 
         def choice(text: str, reason: str | None) -> dict[str, Any]:

@@ -194,6 +194,30 @@ def test_clear_leaves_no_tokens_of_a_tenant_in_what_waits(
     cache.close()
 
 
+def test_clear_drops_the_queue_before_the_events(
+    make_context: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records that are written in between would leave their tokens in unread events."""
+    withdraw, store = EventLog.withdraw, MemoryStore()
+
+    def written_first(log: EventLog, space: str | None) -> set[tuple[str, bytes]]:
+        found = withdraw(log, space)
+        may_write.set()
+        assert cache.flush(30)
+        return found
+
+    may_write = threading.Event()
+    monkeypatch.setattr(EventLog, "withdraw", written_first)
+    monkeypatch.setattr(store, "touch", lambda keys: may_write.wait(30))  # comes before a write
+    with PrefixCache(make_context("llama"), block_size=SIZE, tiers=[store], **WAIT) as cache:
+        for seed in (1, 2):
+            with cache.sequence(words(seed, 45)) as sequence:
+                sequence.logits()
+        cache.clear("")
+        tokens = [event.token_ids for event in cache.events if isinstance(event, BlockStored)]
+    assert tuple(words(2, 45)[:40]) not in tokens
+
+
 @pytest.mark.parametrize("media", [["disk"], ["disk", "remote"], ["remote", "remote"]], ids=str)
 def test_nobody_believes_in_what_has_gone(media: list[str]) -> None:
     """A subscriber, and a reader now and then, whatever is withdrawn in between."""

@@ -349,10 +349,11 @@ class TierLink:
 
     def clear(self, space: str | None) -> None:
         """Drop the queued records, and the unread events, of a space or of all."""
-        withdrawn = self._blocks.events.withdraw(space)
         for writer in self.writers:
             writer.cancel(space)
-            notices = writer.tier.notices
+        withdrawn = self._blocks.events.withdraw(space)  # those of the last writes, too
+        for tier in self.tiers:
+            notices = tier.notices
             notices.announce_again(key for medium, key in withdrawn if medium == notices.medium)
 
     def forget_notices(self) -> None:

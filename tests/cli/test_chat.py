@@ -70,6 +70,21 @@ def assert_right(one: Conversation) -> None:
         assert np.allclose(one.sequence.logits(), fresh.logits(), atol=0.02)
 
 
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be kind."}]])
+def test_a_full_chat_drops_turn_after_turn_by_shifts(
+    ctx: LlamaContext, system: list[dict[str, str]]
+) -> None:
+    one = Conversation(LlamaSequence(ctx), system)
+    figures = [turn(one, f"Tom has {i} dogs.") for i in range(40)]
+    assert sum(each.dropped > 0 for each in figures) > 5
+    assert max(each.evaluated for each in figures) < 150
+    n = len(one.turns)
+    assert one.rewind(n) == n
+    assert one.text == one.render(one.messages)
+    turn(one, "Lucy has a kite.")
+    assert one.text.startswith(one.render(one.messages[:-1]))
+
+
 def test_an_interrupted_answer_keeps_its_text_so_far(ctx: LlamaContext) -> None:
     one = Conversation(LlamaSequence(ctx))
     figures = TurnFigures()

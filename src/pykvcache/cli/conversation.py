@@ -76,6 +76,9 @@ class Conversation:
         Metadata of the file that it was loaded from; `save` writes it again.
     template
         A chat template in place of the model's own.
+    gap
+        Where turns were dropped, and the end of the last dropped answer, which is still there: the
+        text is a rendering of the messages with this inserted.
     """
 
     sequence: LlamaSequence
@@ -84,6 +87,7 @@ class Conversation:
     marks: dict[int, tuple[int, int]] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
     template: str | None = None
+    gap: tuple[int, str] = 0, ""
 
     @property
     def context(self) -> LlamaContext:
@@ -118,10 +122,14 @@ class Conversation:
     def hold(self, whole: str) -> None:
         """Make the sequence hold a text; marks stay up to the first difference."""
         text, self.text = self.text, ""
-        if text and whole.startswith(text):
+        at, rest = self.gap
+        inserted = whole[:at] + rest + whole[at:]
+        if text and inserted.startswith(text):
+            whole = inserted
             # Tokens that the model chose stay, even if tokenizing the text gives other tokens.
             self.sequence.append(self._tokens(whole[len(text) :], first=False))
         else:
+            self.gap = 0, ""
             tokens = self._tokens(whole, first=True)
             n = common_prefix(self.sequence.tokens, tokens)
             self.marks = {
@@ -260,6 +268,12 @@ class Conversation:
         text, self.text = self.text, ""
         self.sequence.discard(begin[1], end[1], reevaluate=True)
         self.text = text[: begin[0]] + text[end[0] :]
+        if self.has_template:
+            whole = self.render(self.messages, answer=True)
+            n = len(self.text) - len(whole)
+            rest = self.text[begin[0] : begin[0] + max(n, 0)]
+            if whole[: begin[0]] + rest + whole[begin[0] :] == self.text:
+                self.gap = begin[0], rest
 
     def rewind(self, n: int) -> int:
         """Remove the last n turns; return how many were removed."""
@@ -276,6 +290,8 @@ class Conversation:
             text, self.text = self.text, ""
             self.sequence.truncate(mark[1])
             self.text = text[: mark[0]]
+            if mark[0] <= self.gap[0]:
+                self.gap = 0, ""
         return n
 
     def fork(self) -> Conversation:
@@ -287,6 +303,7 @@ class Conversation:
             dict(self.marks),
             dict(self.metadata),
             self.template,
+            self.gap,
         )
 
     # Files ----------------------------------------------------------------------------------

@@ -162,9 +162,11 @@ def test_a_client_that_disconnects_frees_its_place(
 
 def test_a_timeout_ends_a_request_with_its_text_so_far(serve: Callable[..., str]) -> None:
     address = serve(models={"timeout": 0.5}, llm={"n_ctx": 8192})
-    answer = httpx.post(address + CHAT, json={"messages": MESSAGES, "temperature": 1}, timeout=30)
+    body = {"prompt": "Once", "max_tokens": 8000, "ignore_eos": True, "temperature": 0}
+    answer = httpx.post(address + "/v1/completions", json=body, timeout=30)
     assert answer.status_code == 200
     assert answer.json()["choices"][0]["finish_reason"] == "length"
+    assert 0 < answer.json()["usage"]["completion_tokens"] < 8000
 
 
 def test_why_shows_where_transcripts_diverge(address: str) -> None:

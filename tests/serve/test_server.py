@@ -147,7 +147,7 @@ def test_a_client_that_disconnects_frees_its_place(
     serve: Callable[..., str], is_stream: bool
 ) -> None:
     address = serve(llm={"n_parallel": 1})
-    body = {"messages": MESSAGES, "max_tokens": 1900, "stream": is_stream, "temperature": 1}
+    body = {"messages": MESSAGES, "max_tokens": 1900, "stream": is_stream, "ignore_eos": True}
     if is_stream:
         with httpx.stream("POST", address + CHAT, json=body, timeout=30) as answer:
             next(answer.iter_lines())
@@ -274,7 +274,7 @@ def test_a_wrong_model_or_adapter_is_an_error_at_the_start(tmp_path: Path) -> No
 
 
 def test_the_first_signal_drains_and_the_second_ends(tmp_path: Path) -> None:
-    body = {"messages": MESSAGES, "max_tokens": 4000, "stream": True, "temperature": 1}
+    body = {"messages": MESSAGES, "max_tokens": 4000, "stream": True, "ignore_eos": True}
     process, address = start("--n-ctx", "8192", folder=tmp_path)
     try:
         with httpx.stream("POST", address + CHAT, json=body, timeout=60) as answer:

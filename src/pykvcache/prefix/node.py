@@ -158,8 +158,8 @@ class Component:
     held : int
         Number of sequences and pins that hold it.
     is_speculative : bool
-        Whether it was saved speculatively: window cells in the middle of a prompt, or a state that
-        no prompt has ended at or resumed from yet. Such components are evicted first.
+        Whether it was saved speculatively, and no prompt has used it yet: window cells or a state
+        inside a prompt, not at a boundary that the caller named. Such components are evicted first.
     """
 
     node: Node

@@ -31,7 +31,7 @@ class PrefixTree:
     `match`, `resume` and `plan` change nothing. The hashes (names) of removed blocks are in
     `removed` until the cache takes them; without a ``root`` blocks have none.
 
-    Evicting a component also removes what is useless without it, and never precedes what needs it:
+    A component is evicted after those that need it, together with what is useless without it:
     attention cells are evicted from the leaves, incomplete windows are removed entirely, and tokens
     after which no prompt can resume are removed with the last window or state after them.
     ``max_bytes`` bounds all components, nodes and the policy's bookkeeping.

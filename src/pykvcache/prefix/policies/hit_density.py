@@ -26,8 +26,9 @@ def _bucket(age: int) -> int:
     return _SMALL[age] if age < 4096 else min(int(2 * math.log2(age / 8 + 1)), _BUCKETS - 1)
 
 
-# A component's class: its uses (0, 1, 2 to 3, 4 to 7, 8 to 15, more), whether the last prompt that
-# reached its parent diverged before it, and whether it is attention cells, or a window or state.
+# A component's class: its uses (0, 1, 2 to 3, 4 to 7, 8 to 15, more), whether it was used since a
+# prompt last diverged or ended within its node, and whether it is attention cells, or a window or
+# state.
 _USES: Final = 6
 _CLASSES: Final = 4 * _USES
 

@@ -283,6 +283,8 @@ def test_the_first_signal_drains_and_the_second_ends(tmp_path: Path) -> None:
             process.send_signal(signal.SIGTERM)
             time.sleep(0.3)
             assert process.poll() is None, "the request still runs"
+            with pytest.raises(httpx.ConnectError):
+                httpx.get(f"{address}/health", timeout=5)
             assert any(next(lines) for _ in range(4))
             process.send_signal(signal.SIGTERM)
             process.wait(10)

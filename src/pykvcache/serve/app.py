@@ -70,7 +70,6 @@ def make_app(
         try:
             yield
         finally:
-            app.state.is_draining = True
             watcher.cancel()
             await models.close()
             await asyncio.to_thread(stored.close)
@@ -82,7 +81,6 @@ def make_app(
     # Digests: the keys themselves are not kept in memory.
     state.tenants = None if keys is None else {_digest(k.encode()): keys[k] for k in keys}
     state.bodies = Bodies(max_body)
-    state.is_draining = False
     state.recent = cache.Recent()
     state.diagnoses = anthropic.Diagnoses()
     return app

@@ -172,6 +172,4 @@ async def slots(http: Request) -> Response:
 
 async def health(http: Request) -> Response:
     """``GET /health``."""
-    if http.app.state.is_draining:
-        return Json({"status": "draining"}, status_code=503)
     return Json({"status": "ok"})

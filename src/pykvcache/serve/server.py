@@ -52,10 +52,9 @@ class Server(uvicorn.Server):
     """Drains at the first signal and ends at the second."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take note of a signal."""
+        """Stop listening; at the second signal, end the process."""
         if self.should_exit:
             os._exit(128 + sig)  # blocks are written whole or not at all
-        self.config.loaded_app.state.is_draining = True
         super().handle_exit(sig, frame)
 
 

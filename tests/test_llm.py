@@ -25,6 +25,7 @@ from pykvcache.errors import (
     ArgumentError,
     ClosedError,
     ContextCreateError,
+    GrammarError,
     ModelLoadError,
     StoreError,
 )
@@ -372,6 +373,11 @@ def test_a_response_format_is_kept_to(llm: LLM) -> None:
         assert json.loads(found["choices"][0]["message"]["content"])["owner"] in ("Lucy", "Tom")
     with pytest.raises(ArgumentError):
         llm.create_chat_completion(MESSAGES, response_format={"type": "xml"})
+    loose = {"type": "json_object", "schema": {"type": "number", "minimum": 0}}
+    with pytest.raises(GrammarError, match="strict=False"):
+        llm.create_chat_completion(MESSAGES, response_format=loose)
+    found = llm.create_chat_completion(MESSAGES, response_format=loose, strict=False, max_tokens=4)
+    assert isinstance(found, dict)
 
 
 def test_options_that_only_llama_cpp_python_has_are_named(llm: LLM) -> None:

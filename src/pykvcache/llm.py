@@ -640,7 +640,9 @@ class LLM(Closing):
             As for `Sampler`: ``temperature``, ``top_p``, ``seed``...
         """
         schema = schema_of(response_format)
-        own = {} if template is None else {"template": template}
+        own: dict[str, Any] = {} if template is None else {"template": template}
+        if "strict" in sampling:
+            own["strict"] = sampling["strict"]
         _check_options(sampling, Sampler, "create_chat_completion")
         sampler = Sampler(model=self._model, **sampling)
         form, handle, written = self._submit_chat(

@@ -118,6 +118,19 @@ def test_every_setting_reaches_the_sampler() -> None:
             sampler(samplers=[""])
 
 
+def test_props_describe_the_model_as_in_llama_server(address: str) -> None:
+    found = httpx.get(f"{address}/props").json()
+    with LlamaModel(embedded_model_path()) as model:
+        for name, token in (("bos_token", model.token_bos), ("eos_token", model.token_eos)):
+            assert token is not None
+            assert model.tokenize(found[name], add_special=False, parse_special=True) == [token]
+    assert found["modalities"] == {"vision": False, "audio": False}
+    n_ctx = found["default_generation_settings"]["n_ctx"]
+    slots = httpx.get(f"{address}/slots").json()
+    assert found["total_slots"] == len(slots)
+    assert {one["n_ctx"] for one in slots} == {n_ctx}
+
+
 def test_unknown_paths_and_large_bodies_are_refused(serve: Callable[..., str]) -> None:
     address = serve(max_body=1000)
     assert httpx.get(f"{address}/nothing").status_code == 404

@@ -10,6 +10,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pykvcache import __version__
+from pykvcache.model import LlamaModel
 from pykvcache.openai_format import token_logprobs
 from pykvcache.serve.answers import Writer, answer
 from pykvcache.serve.engine import Generation, Piece
@@ -154,8 +156,16 @@ async def props(http: Request) -> Response:
                 "total_slots": context.n_seq_max,
                 "chat_template": engine.defaults.template or model.chat_template or "",
                 "default_generation_settings": {"n_ctx": engine.n_ctx, "params": {}},
+                "modalities": {"vision": False, "audio": False},
+                "build_info": f"pykvcache {__version__}",
+                "bos_token": _text(model, model.token_bos),
+                "eos_token": _text(model, model.token_eos),
             }
         )
+
+
+def _text(model: LlamaModel, token: int | None) -> str:
+    return "" if token is None else model.detokenize([token], special=True)
 
 
 async def slots(http: Request) -> Response:

@@ -100,7 +100,7 @@ def alone(groups: dict[str, Rows]) -> Verdict:
         if ends is not None and "without" in ends.samples:
             # Decodes vary by ten percent; the added time does not.
             value = plain / (plain + ends.median("with a cache") - ends.median("without"))
-            words[-1] += f"{value:.3f}, counting only opening and closing; whole requests "
+            words[-1] += f"{value:.3f}, if only opening and closing take longer; whole requests "
         values.append(value)
         words[-1] += f"{middle} over {len(ratios)} pairs (quartiles {low} to {high})"
         own = rows.get(f"nothing shared, {model}, {cache} cache, processor")

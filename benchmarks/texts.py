@@ -261,7 +261,7 @@ REASONS: dict[str, str] = {
     "check of values.",
     "tier_slow": "A request waits for its tiers for a tenth of the expected evaluation, at most. A store that turns out slower "
     "costs this wait. Here the expectation came from prompts of 4,096 tokens, which take more time per token than these.",
-    "tier_writing": "On two processors the writing thread takes time from the decode: 7 ms for 6 MiB, spread at 0.5 % of one CPU.",
+    "tier_writing": "On two processors the writing thread takes time from the decode: 7 ms for 6 MiB, throttled to 0.5 % of one CPU.",
     "reuse_bytes": "For each prompt the cache also keeps about 5 KB: events that were not read, the policy's notes and nodes of "
     "the tree. In *tree* a prompt adds only 40 tokens (80 KiB), so this is more than 5 %.",
     "reuse_alone": "Only short prompts on the story model miss it. Such a prompt takes 40 ms, and opening and closing its "

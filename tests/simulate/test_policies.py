@@ -71,10 +71,9 @@ def kept(tree: PrefixTree) -> str:
         ("s3fifo", 4, "a a b b c c k l k m n o p", "bckp"),
         # The whole prompt leaves, not only as much of it as must.
         ("llama-server", 5, "abcd xyz", "xyz"),
-        ("mlx-lm", 5, "abcd xyz", "xyz"),
-        # A prompt that was loaded is stored anew, or is not.
+        # A prompt that was loaded is stored anew.
         ("llama-server", 4, "ab cd ab e", "abe"),
-        ("mlx-lm", 4, "ab cd ab e", "cde"),
+        ("mlx-lm", 4, "ab cd ab e", "abe"),
         # What a stored prompt went on from goes right after it.
         ("mlx-lm", 6, "a xyz abc w", "abcw"),
         ("mlx-lm", 6, "a abc xyz w vu", "uvwxyz"),

@@ -9,7 +9,7 @@ from pykvcache.errors import ArgumentError, shown
 from pykvcache.prefix.policies.base import ByPriority, Policy
 from pykvcache.prefix.policies.hit_density import HitDensity
 from pykvcache.prefix.policies.queues import S3FIFO, SLRU
-from pykvcache.prefix.policies.simple import FIFO, LFU, LRU, CostAware, LlamaServer, MlxLm
+from pykvcache.prefix.policies.simple import FIFO, LFU, LRU, CostAware, WholePrompts
 
 __all__ = ["DEFAULT", "POLICIES", "ByPriority", "Policy", "make_policy"]
 
@@ -22,8 +22,8 @@ POLICIES: Final[dict[str, Callable[[], Policy]]] = {
     "s3fifo": S3FIFO,
     "cost-aware": CostAware,
     "hit-density": HitDensity,
-    "llama-server": LlamaServer,
-    "mlx-lm": MlxLm,
+    "llama-server": WholePrompts,
+    "mlx-lm": WholePrompts,
     "vllm": LRU,  # the last block of a prompt first, as all policies
 }
 

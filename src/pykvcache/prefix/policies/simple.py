@@ -5,7 +5,7 @@ from __future__ import annotations
 from pykvcache.prefix.node import Component
 from pykvcache.prefix.policies.base import ByPriority
 
-__all__ = ["FIFO", "LFU", "LRU", "CostAware", "LlamaServer", "MlxLm"]
+__all__ = ["FIFO", "LFU", "LRU", "CostAware", "WholePrompts"]
 
 
 class LRU(ByPriority):
@@ -74,14 +74,11 @@ class CostAware(ByPriority):
         self._floor = max(self._floor, self.priority(component))
 
 
-# Eviction orders of other programs, for comparison. Here each block is stored once; llama-server
-# and mlx-lm store whole prompts, shared prefixes included.
+class WholePrompts(ByPriority):
+    """As the prompt caches of llama-server and mlx-lm: whole prompts in the order of storage.
 
-
-class MlxLm(ByPriority):
-    """As mlx-lm's prompt cache: whole prompts in the order of storage, whether used or not.
-
-    Once a prompt is evicted in part, the rest of it is evicted next.
+    A prompt that is used or extended is stored again, as the newest. Once a prompt is evicted in
+    part, the rest of it is evicted next. Unlike there, each block is stored once.
     """
 
     whole = True
@@ -92,6 +89,12 @@ class MlxLm(ByPriority):
         if component.parent is not None:
             component.parent.notes = -1
 
+    def used(self, component: Component) -> None:
+        """Count a prompt that ends here as stored now."""
+        if component.notes >= 0:
+            component.notes = component.last_use
+        super().used(component)
+
     def split(self, head: Component, tail: Component) -> None:
         """Note that no prompt ends at the head."""
         head.notes = -1
@@ -99,13 +102,3 @@ class MlxLm(ByPriority):
     def priority(self, component: Component) -> int:
         """Return when the prompt that ends here was stored; -1 if none ends here (any more)."""
         return int(component.notes)
-
-
-class LlamaServer(MlxLm):
-    """As llama-server's prompt cache: a used prompt counts as stored anew."""
-
-    def used(self, component: Component) -> None:
-        """Count a prompt that ends here as stored now."""
-        if component.notes >= 0:
-            component.notes = component.last_use
-        super().used(component)

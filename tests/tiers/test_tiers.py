@@ -15,8 +15,10 @@ import pytest
 from memory.kit import CASES, Case, Fresh, Make, apart, words
 from pykvcache import PrefixCache
 from pykvcache.errors import ClosedError, StoreError
+from pykvcache.prefix import core
 from pykvcache.prefix.report import ReuseReport
 from pykvcache.prefix.stores import FolderStore, MemoryStore
+from pykvcache.prefix.tier_link import TierLink
 from pykvcache.prefix.tiers.cost_model import EvaluationTime
 from stores.servers import freeze, redis_server
 from tiers.slow import SlowStore
@@ -130,6 +132,24 @@ def test_a_clear_forgets_what_waits(make_context: Make) -> None:
             cache.clear()
         cache.flush(30)
         assert not list(store.entries())
+
+
+def test_all_caches_share_the_time_to_write_at_exit(
+    make_context: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+
+    def close(link: TierLink, seconds: float) -> None:
+        given.append(seconds)
+        time.sleep(0.1)
+
+    caches = [PrefixCache(make_context("llama"), tiers=[MemoryStore()]) for _ in range(2)]
+    with monkeypatch.context() as patched:
+        patched.setattr(TierLink, "close", close)
+        core._write_all()
+    assert 0 <= given[-1] <= given[-2] - 0.1
+    for cache in caches:
+        cache._core.link.close(10)
 
 
 def test_arguments_are_checked(make_context: Make, tmp_path: Path) -> None:

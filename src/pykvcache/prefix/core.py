@@ -376,8 +376,8 @@ class CacheCore:
 
     # Lifetime -------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Empty the cache, and queue the tokens of live sequences for the tiers; takes the lock."""
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Empty the cache; write it and the live sequences to the tiers, for at most this time."""
         if self._native.is_inherited:
             self._is_closed = True  # after os.fork() the child lacks the threads and the context
             return
@@ -395,7 +395,7 @@ class CacheCore:
             self._prefetches.cancel()
             self.live.clear()
             self._memory.close()
-        self.link.close()
+        self.link.close(seconds)
 
     @property
     def is_closed(self) -> bool:
@@ -425,6 +425,6 @@ def _write_all() -> None:
     for ref in list(_cores.values()):
         if (core := ref()) is not None and core.has_tiers:
             with contextlib.suppress(Exception):
-                core.close()
+                core.close(max(0.0, until - time.monotonic()))
     for writer in list(_writers):  # of garbage-collected caches
         writer.close(max(0.0, until - time.monotonic()))

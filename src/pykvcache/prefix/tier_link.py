@@ -361,9 +361,9 @@ class TierLink:
         for tier in self.tiers:
             tier.notices.forget()
 
-    def close(self) -> None:
-        """Write the queues, for at most `CLOSE_SECONDS`, and close the cache's own stores."""
-        until = time.monotonic() + CLOSE_SECONDS
+    def close(self, seconds: float) -> None:
+        """Write the queues, for at most this time, and close the cache's own stores."""
+        until = time.monotonic() + seconds
         for writer in self.writers:
             writer.close(until - time.monotonic())
             writer.tier.close()
@@ -389,7 +389,7 @@ class TierLink:
         return range(first // shape.block_size, end // shape.block_size)
 
     def _n_more(self, report: ReuseReport) -> int:
-        """Return for how many tokens before the last window window cells are written as well.
+        """Return how many more tokens, before the last window, have their window cells written.
 
         The next prompt may diverge earlier. The limit is a fifth of the other bytes written.
         """

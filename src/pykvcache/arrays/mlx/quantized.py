@@ -34,7 +34,7 @@ class QuantizedKVCache(PairCache):
     scales and biases, `(batch, n_kv_heads, n_tokens, ...)` each. The scale of a group is
     ``(max - min) / (2**bits - 1)``, rounded up to the dtype. An element's error is at most half the
     scale, plus the rounding of the result: to the nearest float16, or four ``eps`` of the group's
-    largest magnitude in float32 and float64. An empty cache has a state (mlx-lm fails).
+    largest magnitude in float32 and float64. The state of an empty cache is `()`.
 
     Parameters
     ----------

@@ -187,7 +187,7 @@ def restored_on_error(caches: Iterable[BaseCache]) -> Iterator[None]:
         yield
     except Exception:
         for leaf, attributes in before:
-            leaf.__dict__.update(attributes)
+            leaf.__dict__ = attributes
         raise
 
 

@@ -24,6 +24,7 @@ from pykvcache.arrays.mlx.base import (
 from pykvcache.arrays.mlx.masks import create_causal_mask
 from pykvcache.arrays.mlx.quantized import QuantizedKVCache
 from pykvcache.arrays.mlx.token_pair import (
+    BatchCache,
     PairCache,
     TokenPair,
     joined,
@@ -151,7 +152,7 @@ class ChunkedKVCache(PairCache):
         self._start_position = start
 
 
-class BatchKVCache(PairCache):
+class BatchKVCache(BatchCache):
     """A batch: one row per sequence, padded on the left to common columns.
 
     Column `c` of row `i` holds a token if ``c >= left_padding[i]``. Right-padded prompts are
@@ -169,28 +170,13 @@ class BatchKVCache(PairCache):
     def __init__(self, left_padding: Counts) -> None:
         super().__init__()
         self._padding = row_counts("left_padding", left_padding)
-        # Announced right padding, and the column where it was announced.
-        self._right: Rows | None = None
-        self._right_from = 0
+        self._right_from = 0  # the column where the right padding `_pending` was announced
 
     @property
     def rope_offset(self) -> Rows:
         """Position of each row's next token: columns minus padding, possibly negative."""
         offset: Rows = self._pair.count - self._padding
         return offset
-
-    @property
-    def left_padding(self) -> Rows:
-        """Leading columns of each row that hold no token, a copy."""
-        return np.array(self._padding)
-
-    @property
-    def batch_size(self) -> int:
-        """Number of rows."""
-        return self._padding.size
-
-    def _rows(self) -> int:
-        return self.batch_size
 
     def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
         """Store new columns; return views of all columns. Errors as in `KVCache`."""
@@ -229,35 +215,24 @@ class BatchKVCache(PairCache):
         if left is not None:
             self._padding = summed("left_padding", self._padding, left)
         if right is not None and right.any():
-            self._right, self._right_from = right, self._pair.count
+            self._pending, self._right_from = right, self._pair.count
 
     def finalize(self) -> None:
         """Move announced right padding to the left, so that all rows end together."""
-        if self._right is None:
+        if self._pending is None:
             return
         columns = self._pair.count - self._right_from
         if columns:
-            most = int(self._right.max(initial=0))  # `filter` may have removed all rows
+            most = int(self._pending.max(initial=0))  # `filter` may have removed all rows
             if most > columns:
                 message = (
                     f"{most} columns of right padding were announced, "
                     f"but only {columns} columns have been stored since"
                 )
                 raise CacheOrderError(message, "right_padding", most, columns)
-            padding = summed("left_padding", self._padding, self._right)
-            self._pair, self._padding = self._pair.rolled(self._right), padding
-        self._right = None
-
-    def advance(self, n: SupportsIndex) -> None:
-        """Do nothing; only recurrent caches in the same list use this call."""
-        as_int("n", n, minimum=0)
-
-    def is_trimmable(self) -> bool:
-        """Return whether no right padding is pending.
-
-        `trim` drops columns of all rows and keeps the padding.
-        """
-        return self._right is None
+            padding = summed("left_padding", self._padding, self._pending)
+            self._pair, self._padding = self._pair.rolled(self._pending), padding
+        self._pending = None
 
     def make_mask(
         self, n: SupportsIndex, window_size: SupportsIndex | None = None, return_array: bool = False
@@ -273,8 +248,8 @@ class BatchKVCache(PairCache):
             common = min(int(padding.min()), self._pair.count) if rows.size else 0
             self._pair = self._pair.take(rows, common)
         self._padding = padding - common
-        if self._right is not None:
-            self._right = self._right[rows]
+        if self._pending is not None:
+            self._pending = self._pending[rows]
         self._right_from = max(self._right_from - common, 0)
 
     def extend(self, other: BatchKVCache) -> None:
@@ -310,39 +285,16 @@ class BatchKVCache(PairCache):
         batch._pair = right_justified([(1, cache._pair) for cache in caches])
         return batch
 
-    def _refuse_pending(self, operation: str) -> None:
-        if self._right is not None:
-            message = f"finalize() should be called before {operation}"
-            raise CacheOrderError(message, "finalize", operation)
-
-    @property
-    def state(self) -> tuple[Any, ...]:
-        """``(keys, values, rope_offset, left_padding)``; ``()`` when empty.
-
-        The padding of an empty batch is in `meta_state`; setting ``()`` keeps the padding.
-        """
-        self._refuse_pending("state")
-        if self._pair.count == 0:
-            return ()
-        return (*self._pair.view(), self.rope_offset, self.left_padding)
-
-    @state.setter
-    def state(self, state: Sequence[Any]) -> None:
-        pair, padding = TokenPair(), self._padding
-        if len(state):
-            check_size("arrays of a BatchKVCache", len(state), 4)
-            pair = state_pair(state[:2])
-            batch = pair.keys.shape[0] if pair.count else None
-            offset = row_counts("rope_offset", state[2], batch, signed=True)
-            padding = row_counts("left_padding", state[3], offset.size)
-            expected = pair.count - padding
-            if not np.array_equal(offset, expected):
-                message = (
-                    f"rope_offset {shown(offset.tolist())} is not {pair.count} columns minus "
-                    f"left_padding {shown(padding.tolist())}"
-                )
-                raise CacheValueError(message, "rope_offset", offset.tolist(), expected.tolist())
-        self._pair, self._padding, self._right = pair, padding, None
+    def _set_state(self, pair: TokenPair, padding: Rows, row_offset: Rows) -> None:
+        padding = row_counts("left_padding", padding)
+        expected = pair.count - padding
+        if not np.array_equal(row_offset, expected):
+            message = (
+                f"rope_offset {shown(row_offset.tolist())} is not {pair.count} columns minus "
+                f"left_padding {shown(padding.tolist())}"
+            )
+            raise CacheValueError(message, "rope_offset", row_offset.tolist(), expected.tolist())
+        self._pair, self._padding = pair, padding
 
     @property
     def meta_state(self) -> tuple[str, ...]:

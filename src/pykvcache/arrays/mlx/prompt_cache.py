@@ -161,7 +161,10 @@ def save_prompt_cache(
         own = stat.S_IMODE(os.fstat(made).st_mode) if mode is None else mode
         os.close(made)
         os.chmod(temporary, 0o600)  # safetensors reopens it, whatever the umask
-        native = {key: _native(array) for key, array in arrays.items()}
+        native = {
+            key: np.ascontiguousarray(array, array.dtype.newbyteorder("="))
+            for key, array in arrays.items()
+        }
         save_file(native, temporary, texts or None)
         os.chmod(temporary, own)
         os.replace(temporary, target)
@@ -400,7 +403,7 @@ def _meta(kind: KvCacheKind, node: _Node) -> tuple[Any, ...]:
         message = f"a CacheList has names and as many meta states; got groups of {counts}"
         raise CacheValueError(message, "meta_state", counts, 2)
     kinds = map(KvCacheKind.parse, groups[0])
-    return groups[0], tuple(_meta(k, m) for k, m in zip(kinds, groups[1], strict=True))
+    return groups[0], tuple(map(_meta, kinds, groups[1]))
 
 
 def _state(kind: KvCacheKind, node: _Node, meta: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -441,10 +444,6 @@ def _check_metadata(metadata: object) -> None:
         except UnicodeEncodeError:
             message = f"metadata has {pair}, which cannot be encoded as UTF-8"
             raise CacheValueError(message, "metadata", (key, text), "UTF-8") from None
-
-
-def _native(array: NDArray[Any]) -> NDArray[Any]:
-    return np.ascontiguousarray(array, array.dtype.newbyteorder("="))
 
 
 def _path(file_name: str | os.PathLike[str]) -> Path:

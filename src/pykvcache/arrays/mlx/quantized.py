@@ -25,6 +25,7 @@ Triple: TypeAlias = tuple[NDArray[np.uint32], NDArray[Any], NDArray[Any]]
 # Supported bits per code.
 _BITS = (2, 3, 4, 6, 8)
 _FLOATS = ("float16", "float32", "float64")
+_META = ("offset", "group_size", "bits")
 
 
 class QuantizedKVCache(PairCache):
@@ -107,7 +108,17 @@ class QuantizedKVCache(PairCache):
 
     @state.setter
     def state(self, state: Sequence[Any]) -> None:
-        self._pair, self._scales, self._biases = _parts_of(state, self._group_size, self._bits)
+        words, scales, biases = TokenPair(), TokenPair(), TokenPair()
+        if len(state):
+            if len(state) != 2 or any(
+                not isinstance(t, (tuple, list)) or len(t) != 3 for t in state
+            ):
+                message = "a quantized state has 2 triples of words, scales and biases"
+                raise CacheValueError(message, "state", len(state), 2)
+            words, scales, biases = (state_pair(part) for part in zip(*state, strict=True))
+        if words.count:
+            _check_widths(_triples((words, scales, biases)), self._group_size, self._bits)
+        self._pair, self._scales, self._biases = words, scales, biases
 
     @property
     def meta_state(self) -> tuple[str, ...]:
@@ -116,8 +127,7 @@ class QuantizedKVCache(PairCache):
 
     @meta_state.setter
     def meta_state(self, meta: Sequence[Any]) -> None:
-        names = ("offset", "group_size", "bits")
-        offset, group_size, bits = meta_ints("QuantizedKVCache", names, meta)
+        offset, group_size, bits = meta_ints("QuantizedKVCache", _META, meta)
         _checked(group_size, bits)
         if offset != self.offset:
             message = f"offset of a QuantizedKVCache is {offset}; {self.offset} tokens are stored"
@@ -128,7 +138,7 @@ class QuantizedKVCache(PairCache):
 
     def from_serialized(self, state: Sequence[Any], meta: Sequence[Any]) -> None:
         """Set state and meta state, or raise and change nothing."""
-        _, group_size, bits = meta_ints("QuantizedKVCache", ("offset", "group_size", "bits"), meta)
+        _, group_size, bits = meta_ints("QuantizedKVCache", _META, meta)
         # The new meta state defines the state's layout.
         restored = QuantizedKVCache(group_size, bits)
         restored.state = state
@@ -137,10 +147,9 @@ class QuantizedKVCache(PairCache):
 
     def trim(self, n: SupportsIndex) -> int:
         """Drop the newest `n` tokens, or all if fewer; return the number."""
-        dropped = min(as_int("n", n, minimum=0), self._pair.count)
-        self._pair.length -= dropped
-        self._scales.length -= dropped
-        self._biases.length -= dropped
+        dropped = min(as_int("n", n, minimum=0), self.offset)
+        for part in self._parts:
+            part.length -= dropped
         return dropped
 
     def _copied(self, n: int = 0) -> Self | None:
@@ -155,20 +164,6 @@ def _checked(group_size: int, bits: int) -> tuple[int, int]:
         message = f"bits is {shown(bits)}; it must be one of {_BITS}"
         raise CacheValueError(message, "bits", bits, _BITS)
     return as_int("group_size", group_size, minimum=1, maximum=LARGEST), bits
-
-
-def _parts_of(
-    state: Sequence[Any], group_size: int, bits: int
-) -> tuple[TokenPair, TokenPair, TokenPair]:
-    if len(state) == 0:
-        return TokenPair(), TokenPair(), TokenPair()
-    if len(state) != 2 or any(not isinstance(t, (tuple, list)) or len(t) != 3 for t in state):
-        message = "a quantized state has 2 triples of words, scales and biases"
-        raise CacheValueError(message, "state", len(state), 2)
-    words, scales, biases = (state_pair(part) for part in zip(*state, strict=True))
-    if words.count:
-        _check_widths(_triples((words, scales, biases)), group_size, bits)
-    return words, scales, biases
 
 
 def _triples(parts: tuple[TokenPair, TokenPair, TokenPair]) -> tuple[Triple, Triple]:

@@ -24,13 +24,14 @@ from pykvcache.arrays.mlx.base import (
 )
 from pykvcache.arrays.mlx.masks import create_causal_mask
 from pykvcache.arrays.mlx.token_pair import (
+    BatchCache,
     PairCache,
     TokenPair,
     joined,
     right_justified,
     state_pair,
 )
-from pykvcache.errors import CacheOrderError, CacheValueError, NotSupported, shown
+from pykvcache.errors import CacheValueError, NotSupported, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -257,7 +258,7 @@ class RotatingKVCache(_RingCache):
         return self._ordered(self._kept, max(self._pair.length - self._max_size, 0))
 
 
-class BatchRotatingKVCache(_RingCache):
+class BatchRotatingKVCache(BatchCache, _RingCache):
     """A batch in a ring of `max_size` columns: one row per sequence, padded on the left.
 
     Modelled on mlx-lm's ``BatchRotatingKVCache``.
@@ -274,32 +275,17 @@ class BatchRotatingKVCache(_RingCache):
         super().__init__(max_size)
         padding = row_counts("left_padding", left_padding)
         self._set_rows(padding, -padding)
-        # Offset of each row where its announced tokens end and padding begins.
-        self._ends: Rows | None = None
 
     def _set_rows(self, padding: Rows, row_offset: Rows) -> None:
         # Stored without the columns that left the ring (`_gone`) and those seen (`_offset`), so
         # that a new column changes two integers instead of two arrays.
-        self._lead, self._gone = padding, 0
+        self._padding, self._gone = padding, 0
         self._shift: Rows = row_offset - self._offset
 
     @property
     def rope_offset(self) -> Rows:
         """Position of each row's next token; negative within left padding."""
         return np.add(self._shift, self._offset)
-
-    @property
-    def left_padding(self) -> Rows:
-        """Columns of each row without a token, counted from the oldest one, a copy."""
-        return np.maximum(self._lead - self._gone, 0)
-
-    @property
-    def batch_size(self) -> int:
-        """Number of rows."""
-        return self._lead.size
-
-    def _rows(self) -> int:
-        return self.batch_size
 
     def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
         """Store new columns; return views of the columns that they attend to.
@@ -322,7 +308,7 @@ class BatchRotatingKVCache(_RingCache):
         self._room()
         if keys.shape[2] > 1:
             return self._put_several(keys, values)
-        if self._ends is not None:
+        if self._pending is not None:
             self._refuse_pending("decoding with a BatchRotatingKVCache")
         surplus = pair.length - limit
         if surplus < 0:
@@ -354,13 +340,13 @@ class BatchRotatingKVCache(_RingCache):
     def _columns_kept(self) -> int:
         """Return the number of columns that stay if several are added."""
         # In a ring of size 1, a row that gets only padding must keep its last token.
-        return max(self._max_size - 1, 0 if self._ends is None else 1)
+        return max(self._max_size - 1, 0 if self._pending is None else 1)
 
     def _overrun(self) -> Rows:
         """Return the columns of announced padding at the end of each row."""
-        if self._ends is None:
-            return np.zeros_like(self._lead)
-        over: Rows = np.maximum(self.rope_offset - self._ends, 0)
+        if self._pending is None:
+            return np.zeros_like(self._padding)
+        over: Rows = np.maximum(self.rope_offset - self._pending, 0)
         return over
 
     def _roll_padding(self) -> None:
@@ -390,25 +376,12 @@ class BatchRotatingKVCache(_RingCache):
             padding = summed("left_padding", self.left_padding, left)
             self._set_rows(padding, self.rope_offset - left)
         if padded and real is not None:
-            self._ends = self.rope_offset + real
+            self._pending = self.rope_offset + real  # where the tokens end
 
     def finalize(self) -> None:
         """Move announced right padding to the left, so that all rows end together."""
         self._roll_padding()
-        self._ends = None
-
-    def advance(self, n: SupportsIndex) -> None:
-        """Do nothing; only recurrent caches in the same list use this call."""
-        as_int("n", n, minimum=0)
-
-    def _refuse_pending(self, operation: str) -> None:
-        if self._ends is not None:
-            message = f"finalize() should be called before {operation}"
-            raise CacheOrderError(message, "finalize", operation)
-
-    def is_trimmable(self) -> bool:
-        """Return whether nothing was dropped yet and no right padding is pending."""
-        return super().is_trimmable() and self._ends is None
+        self._pending = None
 
     def make_mask(
         self, n: SupportsIndex, window_size: SupportsIndex | None = None, return_array: bool = False
@@ -435,8 +408,8 @@ class BatchRotatingKVCache(_RingCache):
         if self._pair.count:
             self._pair = self._pair.take(rows)
         self._set_rows(self.left_padding[rows], self.rope_offset[rows])
-        if self._ends is not None:
-            self._ends = self._ends[rows]
+        if self._pending is not None:
+            self._pending = self._pending[rows]
 
     def extend(self, other: BatchRotatingKVCache) -> None:
         """Append the rows of `other`, aligned at the newest column."""
@@ -493,33 +466,11 @@ class BatchRotatingKVCache(_RingCache):
         batch._set_rows(batch.left_padding, row_offset)
         return batch
 
-    @property
-    def state(self) -> tuple[Any, ...]:
-        """``(keys, values, rope_offset, left_padding)`` in ring order; ``()`` when empty.
-
-        The padding of an empty batch is in `meta_state`; setting ``()`` keeps the padding.
-        Setting arrays assumes order of age; `meta_state` sets another index.
-        """
-        self._refuse_pending("state")
-        if self._pair.count == 0:
-            return ()
-        return (*self._pair.view(), self.rope_offset, self.left_padding)
-
-    @state.setter
-    def state(self, state: Sequence[Any]) -> None:
-        pair, padding = TokenPair(), self.left_padding
-        row_offset: Rows = -padding
-        if len(state):
-            check_size("arrays of a BatchRotatingKVCache", len(state), 4)
-            pair = state_pair(state[:2], self._max_size)
-            batch = pair.keys.shape[0] if pair.count else None
-            row_offset = row_counts("rope_offset", state[2], batch, signed=True)
-            padding = row_counts("left_padding", state[3], row_offset.size, signed=True)
-            # mlx-lm's padding becomes negative after it has left the ring.
-            padding = np.maximum(padding, 0)
-        self._pair, self._ends = pair, None
+    def _set_state(self, pair: TokenPair, padding: Rows, row_offset: Rows) -> None:
+        self._pair = pair
         self._offset = self._index = pair.length
-        self._set_rows(padding, row_offset)
+        # mlx-lm's padding becomes negative after it has left the ring.
+        self._set_rows(np.maximum(padding, 0), row_offset)
 
     @property
     def meta_state(self) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
-"""TokenPair, growing buffers of keys and values, and PairCache, a cache that is one."""
+"""TokenPair, growing buffers of keys and values, and the base classes of caches that are one."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -10,15 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int, check_shape, check_size
-from pykvcache.arrays.mlx.base import Arrays, BaseCache, Mask, Rows
+from pykvcache.arrays.mlx.base import Arrays, BaseCache, Mask, Rows, row_counts
 from pykvcache.arrays.mlx.masks import create_causal_mask
-from pykvcache.errors import CacheDTypeError, CacheValueError, shown
+from pykvcache.errors import CacheDTypeError, CacheOrderError, CacheValueError, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
     "STEP",
+    "BatchCache",
     "PairCache",
     "TokenPair",
     "grow",
@@ -379,3 +381,72 @@ class PairCache(BaseCache):
             return None
         pair = self._pair.first(self._pair.count - n, self.max_size)
         return deepcopy(self, {id(self._pair): pair})
+
+
+class BatchCache(PairCache):
+    """Rows of several sequences, padded on the left; a base class."""
+
+    # Left padding of each row, and how many of its columns have left a ring.
+    _padding: Rows
+    _gone = 0
+    # Announced right padding, or what says where it is; None if there is none.
+    _pending: Rows | None = None
+
+    @property
+    def left_padding(self) -> Rows:
+        """Columns of each row without a token, counted from the oldest one, a copy."""
+        return np.maximum(self._padding - self._gone, 0)
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows."""
+        return self._padding.size
+
+    def _rows(self) -> int:
+        return self._padding.size
+
+    def advance(self, n: SupportsIndex) -> None:
+        """Do nothing; only recurrent caches in the same list use this call."""
+        as_int("n", n, minimum=0)
+
+    def is_trimmable(self) -> bool:
+        """Return whether no right padding is pending, and no ring has dropped a column.
+
+        `trim` drops columns of all rows and keeps the padding.
+        """
+        return super().is_trimmable() and self._pending is None
+
+    def _refuse_pending(self, operation: str) -> None:
+        if self._pending is not None:
+            message = f"finalize() should be called before {operation}"
+            raise CacheOrderError(message, "finalize", operation)
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """``(keys, values, rope_offset, left_padding)``; ``()`` when empty.
+
+        The padding of an empty batch is in `meta_state`; setting ``()`` keeps the padding. The
+        columns of a ring are in ring order; setting them assumes order of age, and `meta_state`
+        sets another index.
+        """
+        self._refuse_pending("state")
+        if self._pair.count == 0:
+            return ()
+        return (*self._pair.view(), self.rope_offset, self.left_padding)
+
+    @state.setter
+    def state(self, state: Sequence[Any]) -> None:
+        pair, padding = TokenPair(), self.left_padding
+        row_offset: Rows = -padding
+        if len(state):
+            check_size(f"arrays of a {type(self).__name__}", len(state), 4)
+            pair = state_pair(state[:2], self.max_size)
+            batch = pair.keys.shape[0] if pair.count else None
+            row_offset = row_counts("rope_offset", state[2], batch, signed=True)
+            padding = row_counts("left_padding", state[3], row_offset.size, signed=True)
+        self._set_state(pair, padding, row_offset)
+        self._pending = None
+
+    @abstractmethod
+    def _set_state(self, pair: TokenPair, padding: Rows, row_offset: Rows) -> None:
+        """Set the parts of a state; `padding` may be negative."""

@@ -14,7 +14,6 @@ from pykvcache.errors import KvCacheFull, NotSupported, SharedCellsError
 
 __all__ = ["CellTable", "Cut", "Room", "batch_mask"]
 
-_EXTENTS = ("lo", "hi", "first", "last", "dropped")
 # Row of the membership matrix for unknown sequences, which have no cells.
 _UNKNOWN = 0
 # `first` of a sequence without cells.
@@ -252,7 +251,7 @@ class CellTable:
 
     def _grow(self) -> None:
         count = self.lo.size
-        for name in ("member", *_EXTENTS):
+        for name in ("member", "lo", "hi", "first", "last", "dropped"):
             array = getattr(self, name)
             # A new row is empty, like that of unknown sequences.
             setattr(self, name, np.concatenate((array, np.repeat(array[:1], count, 0))))

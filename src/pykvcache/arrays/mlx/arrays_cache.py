@@ -47,9 +47,8 @@ class ArraysCache(BaseCache):
     """
 
     def __init__(self, size: SupportsIndex, left_padding: Counts | None = None) -> None:
-        self._slots: tuple[NDArray[Any] | None, ...] = (None,) * as_int(
-            "size", size, minimum=0, maximum=_MAX_SLOTS
-        )
+        count = as_int("size", size, minimum=0, maximum=_MAX_SLOTS)
+        self._slots: tuple[NDArray[Any] | None, ...] = (None,) * count
         self._padding = None if left_padding is None else row_counts("left_padding", left_padding)
         self._lengths: Rows | None = None
 
@@ -247,9 +246,7 @@ class ArraysCache(BaseCache):
         self._set_slots(slots)
 
     def _set_slots(self, slots: tuple[NDArray[Any] | None, ...]) -> None:
-        if len(slots) > _MAX_SLOTS:
-            message = f"{len(slots)} slots are more than {_MAX_SLOTS}"
-            raise CacheValueError(message, "slots", len(slots), _MAX_SLOTS)
+        as_int("slots", len(slots), maximum=_MAX_SLOTS)
         self._slots = slots
 
     @property
@@ -275,11 +272,8 @@ class ArraysCache(BaseCache):
             if len(meta) != 3 or not all(isinstance(text, str) for text in meta):
                 message = f"the meta state of an ArraysCache is 3 texts; got {shown(meta)}"
                 raise CacheValueError(message, "meta_state", meta, 3)
-            size = _slot_number(meta[0])
-            if not len(slots) <= size <= _MAX_SLOTS and not self.is_empty():
-                message = f"{len(slots)} slots are set, but the state has {size}"
-                raise CacheValueError(message, "slots", size, len(slots))
-            as_int("slots", size, minimum=0, maximum=_MAX_SLOTS)
+            least = 0 if self.is_empty() else len(slots)
+            size = as_int("slots", _slot_number(meta[0]), minimum=least, maximum=_MAX_SLOTS)
             padding, lengths = _slot_counts(meta[1]), _slot_counts(meta[2])
             slots = (*slots, *(None,) * size)[:size]
         _common_rows((*slots, padding, lengths))

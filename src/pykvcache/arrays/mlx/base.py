@@ -204,10 +204,7 @@ def meta_ints(owner: str, names: Sequence[str], meta: Sequence[Any]) -> list[int
         limit, what = LARGEST_SIZE if name in _SIZES else LARGEST, f"{name} of a {owner}"
         if not (isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 20):
             raise CacheValueError(f"{what} is {shown(text)}; expected a number as text", what, text)
-        if int(text) > limit:
-            message = f"{what} is {text}; it must be at most {limit}"
-            raise CacheValueError(message, what, int(text), limit)
-        numbers.append(int(text))
+        numbers.append(as_int(what, int(text), maximum=limit))
     return numbers
 
 

@@ -29,6 +29,12 @@ def causal() -> arrays.CausalCache:
     return cache
 
 
+def busy() -> arrays.InputCache:
+    inputs = arrays.InputCache(None, 8, 1, 4)
+    inputs.load_slot([arrays.Input(1)], True)
+    return inputs
+
+
 SHAPE = rows(1, 2, 3, 4)
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str, object, object]] = [
     (lambda: arrays.FlatKVCache(2, 2, 4).k(3), IndexError, "layer", 3, 1),
@@ -54,6 +60,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str, object, object]] = 
     (lambda: causal().start_forward([0, 1], [0]), ValueError, "sequences", 1, 2),
     (lambda: arrays.EncoderCache().init("f32", 2, 8, 4), RuntimeError, "max_sequences", 2, 1),
     (lambda: arrays.InputCache(None, 4, 2, 4), ValueError, "kv_size", 4, 8),
+    (lambda: busy().load_slot([arrays.Input(1)], True), errors.NoSlot, "slots", 1, 1),
 ]
 
 
@@ -68,11 +75,3 @@ def test_errors_name_the_value_and_the_limit(
     assert (error.what, error.value) == (what, value)
     if limit is not None:
         assert error.limit == limit
-
-
-def test_a_slot_that_is_missing_is_counted() -> None:
-    cache = arrays.InputCache(None, 8, 1, 4)
-    cache.load_slot([arrays.Input(1)], True)
-    with pytest.raises(errors.NoSlot) as caught:
-        cache.load_slot([arrays.Input(1)], True)
-    assert (caught.value.what, caught.value.limit) == ("slots", 1)

@@ -1,4 +1,4 @@
-"""The tests of seed 000, under their names, each with a context given ``n_ctx=512`` only.
+"""The tests of seed 000, each with a context given ``n_ctx=512`` only, named as there or almost so.
 
 The seed's default model has M-RoPE, so what runs on it there runs on an M-RoPE model here, and
 on an ordinary one too. Its embedding model is one with RoPE and a memory: `llama` stands for
@@ -82,22 +82,15 @@ def test_copy_cache_executes_without_crash(context: LlamaContext) -> None:
     assert context.kv_cache_seq_pos_max(1) == pos_max
 
 
-def test_kv_cache_seq_add_returns_error_for_mrope_model(open_context: OpenContext) -> None:
+@pytest.mark.parametrize(("name", "by"), [("kv_cache_seq_add", 1), ("kv_cache_seq_div", 2)])
+def test_shifts_return_an_error_for_an_mrope_model(
+    open_context: OpenContext, name: str, by: int
+) -> None:
     context = open_context("qwen2vl")
     n = decode_hello_world(context)
     with pytest.raises(UnsupportedOperation) as caught:
-        context.kv_cache_seq_add(0, 0, None, 1)
-    assert str(caught.value).startswith("operation not supported by this model: kv_cache_seq_add")
-    assert isinstance(caught.value, KvCacheConversionError)
-    assert context.kv_cache_seq_pos_max(0) == n - 1
-
-
-def test_kv_cache_seq_div_returns_error_for_mrope_model(open_context: OpenContext) -> None:
-    context = open_context("qwen2vl")
-    n = decode_hello_world(context)
-    with pytest.raises(UnsupportedOperation) as caught:
-        context.kv_cache_seq_div(0, 0, None, 2)
-    assert str(caught.value).startswith("operation not supported by this model: kv_cache_seq_div")
+        getattr(context, name)(0, 0, None, by)
+    assert str(caught.value).startswith(f"operation not supported by this model: {name}")
     assert isinstance(caught.value, KvCacheConversionError)
     assert context.kv_cache_seq_pos_max(0) == n - 1
 
@@ -133,64 +126,34 @@ def test_kv_cache_seq_pos_max_returns_negative_one_for_unused_seq(context: Llama
     assert context.kv_cache_seq_pos_max(999) == -1
 
 
-def refused(caught: pytest.ExceptionInfo[BaseException], kind: type[Exception], text: str) -> None:
+REJECTED: dict[str, tuple[Callable[[LlamaContext], object], type[Exception], str]] = {
+    "copy_kv_cache_seq_rejects_p0": (
+        lambda c: c.copy_kv_cache_seq(0, 1, U32_MAX, None), P0TooLarge, P0_TOO_LARGE),
+    "copy_kv_cache_seq_rejects_p1": (
+        lambda c: c.copy_kv_cache_seq(0, 1, 0, U32_MAX), P1TooLarge, P1_TOO_LARGE),
+    "clear_kv_cache_seq_rejects_src": (
+        lambda c: c.clear_kv_cache_seq(U32_MAX, None, None), SeqIdTooLarge, SEQ_ID_TOO_LARGE),
+    "clear_kv_cache_seq_rejects_p0": (
+        lambda c: c.clear_kv_cache_seq(0, U32_MAX, None), P0TooLarge, P0_TOO_LARGE),
+    "clear_kv_cache_seq_rejects_p1": (
+        lambda c: c.clear_kv_cache_seq(0, 0, U32_MAX), P1TooLarge, P1_TOO_LARGE),
+    "kv_cache_seq_add_rejects_p0": (
+        lambda c: c.kv_cache_seq_add(0, U32_MAX, None, 1), P0TooLarge, P0_TOO_LARGE),
+    "kv_cache_seq_add_rejects_p1": (
+        lambda c: c.kv_cache_seq_add(0, 0, U32_MAX, 1), P1TooLarge, P1_TOO_LARGE),
+    "kv_cache_seq_div_rejects_p0": (
+        lambda c: c.kv_cache_seq_div(0, U32_MAX, None, 2), P0TooLarge, P0_TOO_LARGE),
+    "kv_cache_seq_div_rejects_p1": (
+        lambda c: c.kv_cache_seq_div(0, 0, U32_MAX, 2), P1TooLarge, P1_TOO_LARGE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_numbers_exceeding_i32_max_are_rejected(context: LlamaContext, name: str) -> None:
     """The error is what the seed's comparison accepts: class, text and the value behind it."""
-    error = caught.value
-    assert type(error) is kind
-    assert str(error) == text
-    assert getattr(error, "value", None) == U32_MAX
-    assert isinstance(error, KvCacheConversionError)
-
-
-def test_copy_kv_cache_seq_rejects_p0_exceeding_i32_max(context: LlamaContext) -> None:
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - `refused` looks closer
-        context.copy_kv_cache_seq(0, 1, U32_MAX, None)
-    refused(caught, P0TooLarge, P0_TOO_LARGE)
-
-
-def test_copy_kv_cache_seq_rejects_p1_exceeding_i32_max(context: LlamaContext) -> None:
-    with pytest.raises(Exception) as caught:  # noqa: PT011
-        context.copy_kv_cache_seq(0, 1, 0, U32_MAX)
-    refused(caught, P1TooLarge, P1_TOO_LARGE)
-
-
-def test_clear_kv_cache_seq_rejects_src_exceeding_i32_max(context: LlamaContext) -> None:
-    with pytest.raises(Exception) as caught:  # noqa: PT011
-        context.clear_kv_cache_seq(U32_MAX, None, None)
-    refused(caught, SeqIdTooLarge, SEQ_ID_TOO_LARGE)
-
-
-def test_clear_kv_cache_seq_rejects_p0_exceeding_i32_max(context: LlamaContext) -> None:
-    with pytest.raises(Exception) as caught:  # noqa: PT011
-        context.clear_kv_cache_seq(0, U32_MAX, None)
-    refused(caught, P0TooLarge, P0_TOO_LARGE)
-
-
-def test_clear_kv_cache_seq_rejects_p1_exceeding_i32_max(context: LlamaContext) -> None:
-    with pytest.raises(Exception) as caught:  # noqa: PT011
-        context.clear_kv_cache_seq(0, 0, U32_MAX)
-    refused(caught, P1TooLarge, P1_TOO_LARGE)
-
-
-def test_kv_cache_seq_add_rejects_p0_exceeding_i32_max(context: LlamaContext) -> None:
-    with pytest.raises(Exception) as caught:  # noqa: PT011
-        context.kv_cache_seq_add(0, U32_MAX, None, 1)
-    refused(caught, P0TooLarge, P0_TOO_LARGE)
-
-
-def test_kv_cache_seq_add_rejects_p1_exceeding_i32_max(context: LlamaContext) -> None:
-    with pytest.raises(Exception) as caught:  # noqa: PT011
-        context.kv_cache_seq_add(0, 0, U32_MAX, 1)
-    refused(caught, P1TooLarge, P1_TOO_LARGE)
-
-
-def test_kv_cache_seq_div_rejects_p0_exceeding_i32_max(context: LlamaContext) -> None:
-    with pytest.raises(Exception) as caught:  # noqa: PT011
-        context.kv_cache_seq_div(0, U32_MAX, None, 2)
-    refused(caught, P0TooLarge, P0_TOO_LARGE)
-
-
-def test_kv_cache_seq_div_rejects_p1_exceeding_i32_max(context: LlamaContext) -> None:
-    with pytest.raises(Exception) as caught:  # noqa: PT011
-        context.kv_cache_seq_div(0, 0, U32_MAX, 2)
-    refused(caught, P1TooLarge, P1_TOO_LARGE)
+    call, kind, text = REJECTED[name]
+    with pytest.raises(KvCacheConversionError) as caught:
+        call(context)
+    assert type(caught.value) is kind
+    assert str(caught.value) == text
+    assert getattr(caught.value, "value", None) == U32_MAX

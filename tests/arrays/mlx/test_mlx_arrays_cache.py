@@ -231,20 +231,6 @@ def test_slots_and_counts_survive_saving(filled: tuple[int, ...]) -> None:
     assert (len(cache), cache.is_empty()) == (2, True)
 
 
-def test_slots_and_their_numbers_must_fit() -> None:
-    for meta in (
-        *(("1", "", ""), ("x", "", ""), ("2", "a", ""), ("2", ""), ("99999999", "", "")),
-        *((2, "", ""), ("2", "1,2,3", ""), ("2", "", "1,2"), ("2", "1", "1,2")),
-    ):
-        with pytest.raises(CacheValueError):
-            from_state("ArraysCache", (rows(1), None), meta)
-    with pytest.raises(CacheValueError):
-        MambaCache().state = (rows(1), rows(2), rows(3))
-    for size in ("-1", "65537"):
-        with pytest.raises(CacheValueError):
-            from_state("ArraysCache", (), (size, "", ""))
-
-
 def test_slots_of_different_rows_are_refused() -> None:
     cache = ArraysCache(2)
     cache[0], cache[1] = rows(1), rows(1, 2)

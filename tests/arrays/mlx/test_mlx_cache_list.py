@@ -63,21 +63,6 @@ def test_list_meta_is_names_and_metas():
     assert len(again[1][1]) == 2
 
 
-@pytest.mark.parametrize(
-    ("state", "meta"),
-    [
-        ((), ()),
-        ((), (("KVCache",), ())),
-        (((), ()), (("KVCache",), ((),))),
-        (((),), (("Nothing",), ((),))),
-        (((),), (("KVCache",), (("1",),))),
-    ],
-)
-def test_list_state_and_meta_must_fit(state, meta):
-    with pytest.raises(CacheValueError):
-        from_state("CacheList", state, meta)
-
-
 def test_list_changes_all_members_or_none():
     one, two = BatchKVCache([0, 0]), KVCache()
     one.update(*kv([1, 2], [3, 4]))

@@ -196,6 +196,112 @@ def test_an_unknown_kind_is_refused_with_all_names(name: Any) -> None:
         assert all(known in str(caught.value) for names in NAMES.values() for known in names)
 
 
+# States that do not fit ------------------------------------------------------------------------
+
+THREE_COLUMNS = [*kv([1, 2, 3]), np.array([5]), np.array([0])]
+TWO_ROWS = [*kv([0, 1], [2, 3]), np.array([1, 2]), np.array([1, 0])]
+WORDS = np.zeros((1, 2, 3, 8), np.uint32)
+STEPS = np.ones((1, 2, 3, 2), np.float32)
+TRIPLE = WORDS, STEPS, STEPS
+ROW = np.ones((1, 3), np.float32)
+
+
+def changed(state: list[Any], index: int, part: Any) -> list[Any]:
+    return [*state[:index], np.array(part), *state[index + 1 :]]
+
+
+#: Kind, error, state, and meta states with it that do not fit; a text is split.
+REFUSED: list[tuple[str, type[Exception], Any, tuple[Any, ...]]] = [
+    (
+        "ChunkedKVCache",
+        CacheValueError,
+        kv([1]),
+        ("", "4", "0 0", "4 -1", ("4", None), "4 1" + "0" * 19, "4 ²", f"4 {2**60 + 1}"),
+    ),
+    ("RotatingKVCache", CacheValueError, (), ("0 4 1 0", "0 4 0 1")),
+    (
+        "RotatingKVCache",
+        CacheValueError,
+        kv([1, 2, 3]),
+        ("0 0 3 3", "0 4 3 4", "0 4 2 3", "0 4 9 2", "2 3 9 1", "0 8 5 3", "0 8 -3 3", "0 8 3"),
+    ),
+    ("QuantizedKVCache", CacheValueError, (), ("1 64 8",)),
+    (
+        "QuantizedKVCache",
+        CacheValueError,
+        (TRIPLE, TRIPLE),
+        ("2 32 4", "4 32 4", "3 64 4", "3 32 8", "3 32 5", "3 0 4", "3 32", "3 32 x", ""),
+    ),
+    *[
+        ("QuantizedKVCache", CacheValueError, (triple, TRIPLE), ("3 32 4",))
+        for triple in (TRIPLE[:2], (WORDS[..., :4], STEPS, STEPS))
+    ],
+    *[
+        ("QuantizedKVCache", CacheDTypeError, (triple, TRIPLE), ("3 32 4",))
+        for triple in ((WORDS.view(np.int32), STEPS, STEPS), (WORDS, STEPS, STEPS.astype(float)))
+    ],
+    ("QuantizedKVCache", CacheValueError, [(WORDS, STEPS, STEPS[..., :1])] * 2, ("3 32 4",)),
+    ("BatchKVCache", CacheValueError, TWO_ROWS[:3], ("",)),
+    ("BatchKVCache", CacheValueError, TWO_ROWS, ("1",)),
+    *[
+        ("BatchKVCache", error, changed(TWO_ROWS, index, part), ("",))
+        for index, part, error in (
+            *[(2, offset, CacheValueError) for offset in ([5, 5], [1, 2, 3], [[1, 2]])],
+            *[(3, padding, CacheValueError) for padding in ([1], [-1, 0])],
+            (3, [0.5, 0], CacheDTypeError),
+            (1, kv([1])[1], CacheValueError),
+        )
+    ],
+    ("BatchRotatingKVCache", CacheValueError, (), ("3 1 0 False", "3 0 1 False", "3 0 0 True")),
+    (
+        "BatchRotatingKVCache",
+        CacheValueError,
+        THREE_COLUMNS,
+        (
+            *("0 3 3 False", "3 5 4 False", "4 5 2 True", "3 2 3 False", "3 5 1 no", "3 5 3"),
+            *("3 5 3 False 0", "", "8 5 3 False", "3 5 0 False"),
+        ),
+    ),
+    *[
+        ("BatchRotatingKVCache", CacheValueError, changed(THREE_COLUMNS, 2, [n]), ("8 3 3 False",))
+        for n in (1000, 4, -1, 2**63 - 2, 2**64 - 5)
+    ],
+    ("CacheList", CacheValueError, (), ((), (("KVCache",), ()))),
+    ("CacheList", CacheValueError, ((), ()), ((("KVCache",), ((),)),)),
+    ("CacheList", CacheValueError, ((),), ((("Nothing",), ((),)), (("KVCache",), (("1",),)))),
+    (
+        "ArraysCache",
+        CacheValueError,
+        (ROW, None),
+        (
+            *(("1", "", ""), ("x", "", ""), ("2", "a", ""), ("2", ""), ("99999999", "", "")),
+            *((2, "", ""), ("2", "1,2,3", ""), ("2", "", "1,2"), ("2", "1", "1,2")),
+        ),
+    ),
+    ("ArraysCache", CacheValueError, (), (("-1", "", ""), ("65537", "", ""))),
+    ("ArraysCache", CacheValueError, (None,) * 2**17, ((),)),
+    ("MambaCache", CacheValueError, (ROW, ROW, ROW), ((),)),
+]
+
+
+@pytest.mark.parametrize(("kind", "error", "state", "metas"), REFUSED)
+def test_states_that_do_not_fit_are_refused(
+    kind: str, error: type[Exception], state: Any, metas: tuple[Any, ...]
+) -> None:
+    for meta in metas:
+        with pytest.raises(error) as caught:
+            from_state(kind, state, tuple(meta.split()) if isinstance(meta, str) else meta)
+        assert len(str(caught.value)) < 400
+
+
+def test_the_states_that_they_are_made_of_fit() -> None:
+    assert from_state("QuantizedKVCache", (TRIPLE, TRIPLE), ("3", "32", "4")).offset == 3
+    assert from_state("BatchKVCache", TWO_ROWS, ()).offset == 2
+    ring = from_state("BatchRotatingKVCache", THREE_COLUMNS, ("3", "5", "1", "True"))
+    assert np.asarray(ring.rope_offset).tolist() == [5]
+    assert from_state("RotatingKVCache", (), ("0", "4", "0", "0")).max_size == 4
+
+
 # Arrays in and out -----------------------------------------------------------------------------
 
 K1, V1 = kv([5])
@@ -275,6 +381,25 @@ def test_views_are_read_only_and_given_arrays_are_copied(kind: str) -> None:
             assert not view.flags.writeable
             with pytest.raises(ValueError, match="read-only"):
                 view[...] = 5
+
+
+@pytest.mark.parametrize("make", [BatchKVCache, lambda padding: BatchRotatingKVCache(4, padding)])
+def test_batches_need_one_row_and_one_number_for_each(make: Any) -> None:
+    cache = make([0, 1])
+    cache.prepare(left_padding=[2, 0])
+    assert cache.left_padding.tolist() == [2, 1]
+    for rows in ([[1]], [[1], [2], [3]]):
+        with pytest.raises(CacheValueError):
+            cache.update(*kv(*rows))
+    filled(cache, [[0, 0, 1], [0, 2, 3]])
+    before = snapshot(cache)
+    for name in ("left_padding", "lengths", "right_padding"):
+        with pytest.raises(CacheValueError):
+            cache.prepare(**{name: [1]})
+    with pytest.raises(CacheValueError, match=f"only be added to an empty {type(cache).__name__}"):
+        cache.prepare(left_padding=[1, 1])
+    cache.advance(1)
+    assert snapshot(cache) == before
 
 
 # Memory ----------------------------------------------------------------------------------------

@@ -81,14 +81,6 @@ def test_zero_tokens_are_an_empty_state() -> None:
 # ChunkedKVCache ------------------------------------------------------------------------------
 
 
-def test_the_front_is_trimmed_to_the_chunk() -> None:
-    cache = filled(ChunkedKVCache(4), [[1, 2, 3, 4, 5, 6]])
-    cache.maybe_trim_front()
-    assert stored(cache) == [3, 4, 5, 6]
-    assert (cache.start_position, cache.offset, cache.chunk_size) == (2, 6, 4)
-    assert (cache.meta_state, cache.make_mask(2)) == (("4", "2"), "causal")
-
-
 def test_trimming_the_front_keeps_memory_bounded() -> None:
     cache = ChunkedKVCache(300)
     for n in range(2000):
@@ -99,26 +91,7 @@ def test_trimming_the_front_keeps_memory_bounded() -> None:
     assert stored(cache) == [*range(1699, 2000)]
 
 
-@pytest.mark.parametrize(
-    "meta", [(), ("4",), ("0", "0"), ("4", "-1"), ("4", None), ("4", "1" + "0" * 19), ("4", "²")]
-)
-def test_a_chunked_meta_state_is_two_numbers(meta: Any) -> None:
-    with pytest.raises(CacheValueError):
-        from_state("ChunkedKVCache", kv([1]), meta)
-
-
 # BatchKVCache --------------------------------------------------------------------------------
-
-
-def test_left_padding_is_added_only_while_empty() -> None:
-    cache = batch([0, 1])
-    cache.prepare(left_padding=[2, 0])
-    assert cache.left_padding.tolist() == [2, 1]
-    filled(cache, [[P, P, 1], [P, 2, 3]])
-    before = snapshot(cache)
-    with pytest.raises(CacheValueError, match="only be added to an empty BatchKVCache"):
-        cache.prepare(left_padding=[1, 1])
-    assert snapshot(cache) == before
 
 
 def test_finalize_moves_right_padding_to_the_left() -> None:
@@ -189,33 +162,3 @@ def test_merge_pads_on_the_left_and_refuses_other_layouts() -> None:
     for index in (2, -1):
         with pytest.raises(CacheValueError):
             batch([1, 0], [P, 1], [2, 3]).extract(index)
-
-
-@pytest.mark.parametrize(
-    ("change", "meta"),
-    [
-        *[(c, ()) for c in ({2: [5, 5]}, {2: [1, 2, 3]}, {3: [1]}, {3: [-1, 0]}, {2: [[1, 2]]})],
-        ({3: [0.5, 0]}, ()),
-        ({}, ("1",)),
-        ({1: kv([1])[1]}, ()),
-    ],
-)
-def test_a_batch_state_must_fit(change: dict[int, Any], meta: Any) -> None:
-    state = list(batch([1, 0], [P, 1], [2, 3]).state)
-    for i, part in change.items():
-        state[i] = np.array(part)
-    with pytest.raises(KvCacheError):
-        from_state("BatchKVCache", state, meta)
-    with pytest.raises(CacheValueError):
-        from_state("BatchKVCache", state[:3], ())
-
-
-def test_columns_and_counts_need_one_number_per_row() -> None:
-    cache = batch([0, 0])
-    for rows in ([[1]], [[1], [2], [3]]):
-        with pytest.raises(CacheValueError):
-            cache.update(*kv(*rows))
-    filled(cache, [[1], [2]])
-    for name in ("left_padding", "lengths", "right_padding"):
-        with pytest.raises(CacheValueError):
-            cache.prepare(**{name: [1]})

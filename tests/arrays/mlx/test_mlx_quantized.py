@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from mlx_support import snapshot
 
-from pykvcache.arrays import KVCache, QuantizedKVCache, from_state
-from pykvcache.errors import CacheDTypeError, CacheValueError, KvCacheError
+from pykvcache.arrays import KVCache, QuantizedKVCache
+from pykvcache.errors import CacheDTypeError, CacheValueError
 
 BITS = [2, 3, 4, 6, 8]
 
@@ -36,17 +36,6 @@ def test_a_cache_keeps_words_scales_and_biases() -> None:
     assert one.nbytes == one.copy().nbytes == 2 * 2 * 256 * (64 + 4 + 4)
 
 
-def test_updates_give_the_same_in_parts() -> None:
-    x, parts, whole = some(600), QuantizedKVCache(), QuantizedKVCache()
-    for n in range(0, 600, 100):
-        got = parts.update_quantized(x[:, :, n : n + 100], x[:, :, n : n + 100])
-    want = whole.update_quantized(x, x)
-    for a, b in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
-        assert np.array_equal(a, b)
-    assert parts.make_mask(2) == "causal"
-    assert parts.make_mask(2, 3).shape == (2, 602)
-
-
 @pytest.mark.parametrize("bits", BITS)
 def test_codes_are_a_little_endian_bit_stream(bits):
     """Quantisation: codes as a little-endian bit stream, width head_dim * bits / 32 words."""
@@ -63,31 +52,6 @@ def test_codes_are_a_little_endian_bit_stream(bits):
     stream = sum(int(word) << (32 * i) for i, word in enumerate(words.ravel()))
     assert stream == sum(int(code) << (bits * i) for i, code in enumerate(codes))
     assert np.array_equal(cache.update(x, x)[0][:, :, :1], x)
-
-
-@pytest.mark.parametrize(
-    "meta", [("2", "32", "4"), ("4", "32", "4"), ("3", "64", "4"), ("3", "32", "8"),
-             ("3", "32", "5"), ("3", "0", "4"), ("3", "32"), ("3", "32", "x"), ()],
-)  # fmt: skip
-def test_quantized_offset_and_layout_must_fit_the_arrays(meta):
-    """from_state: Quantized offset/length invariant, and widths that fit group and bits."""
-    cache = QuantizedKVCache(32, 4)
-    cache.update(some(3), some(3))
-    with pytest.raises(CacheValueError):
-        from_state("QuantizedKVCache", cache.state, meta)
-    with pytest.raises(CacheValueError):
-        from_state("QuantizedKVCache", (), ("1", "64", "8"))
-    (words, scales, biases), values = cache.state
-    for triple in (
-        (words, scales),
-        (words[..., :4], scales, biases),
-        (words, scales, scales[:, :1]),
-    ):
-        with pytest.raises(KvCacheError):
-            from_state("QuantizedKVCache", (triple, values), ("3", "32", "4"))
-    for triple in ((words.view(np.int32), scales, biases), (words, scales, biases.astype(float))):
-        with pytest.raises(CacheDTypeError):
-            from_state("QuantizedKVCache", (triple, values), ("3", "32", "4"))
 
 
 def test_quantized_cache_refuses_and_keeps():

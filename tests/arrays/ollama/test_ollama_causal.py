@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from ollama_support import (
     INF,
-    add_shift,
     assert_same,
     assert_twins,
     fill,
@@ -23,7 +22,6 @@ from ollama_support import (
 )
 
 from pykvcache.arrays import (
-    Cache,
     CacheConfig,
     CausalCache,
     ChunkedAttentionCache,
@@ -34,9 +32,6 @@ from pykvcache.errors import (
     CacheDTypeError,
     CacheOrderError,
     CacheValueError,
-    KvCacheFull,
-    NotSupported,
-    SharedCellsError,
 )
 
 
@@ -47,33 +42,7 @@ def causal(capacity: int = 16, max_batch: int = 8, **config: Any) -> CausalCache
     return cache
 
 
-def cells(cache: Any) -> int:
-    """Return the number of cells: how many sequences of one token there is room for."""
-    for count in range(1000):
-        try:
-            cache.start_forward([0], [1000 + count])
-        except KvCacheFull as error:
-            return error.capacity or 0
-    raise AssertionError
-
-
 # Constructors, configuration and sizes -----------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("cache", "visible"),
-    [
-        (CausalCache(), [0, 1, 2, 3, 4, 5, 0.5]),
-        (SWACache(2), [4, 5, 0.5]),
-        (SWAMemCache(2, 4), [4, 5, 0.5]),
-        (ChunkedAttentionCache(4), [4, 5, 0.5]),
-        (ChunkedAttentionCache(0), [0, 1, 2, 3, 4, 5, 0.5]),
-    ],
-)
-def test_constructors_decide_which_tokens_are_visible(cache: Any, visible: list[float]) -> None:
-    assert isinstance(cache, Cache)
-    fill(made(cache), 6)
-    assert seen(cache, 0, 6) == sorted(visible)
 
 
 def test_configuration_defaults_to_the_plain_layout() -> None:
@@ -100,27 +69,6 @@ def test_keys_and_values_are_converted_to_the_dtype_of_init() -> None:
         assert cache.get()[0].item() == (1e300 if stored == "f8" else np.inf)
 
 
-@pytest.mark.parametrize(
-    ("cache", "padding", "sequences", "expected"),
-    [
-        (CausalCache(), 1, 3, 3 * 10),
-        (CausalCache(), 16, 3, 32),
-        (ChunkedAttentionCache(2), 7, 3, 35),
-        (SWACache(4), 1, 1, 4 + 8),
-        (SWACache(4), 1, 3, 3 * 5 + 8),  # room for the stop token of parallel sequences
-        (SWAMemCache(4, 6), 4, 3, 28),
-        (SWAMemCache(4, 0), 1, 1, 4 + 8),
-        (SWAMemCache(4, 10), 0, 3, 30),  # memory >= capacity never slides
-        (SWACache(9), 1, 1, 9 + 8),
-        (SWACache(10), 1, 1, 10),
-        (SWACache(0), 1, 1, 10),
-    ],
-)
-def test_number_of_cells(cache: Any, padding: int, sequences: int, expected: int) -> None:
-    cache.set_config(CacheConfig(cache_padding=padding))
-    assert cells(made(cache, sequences, 10)) == expected
-
-
 def test_a_memory_below_the_window_is_refused() -> None:
     cache = SWAMemCache(5, 3)
     with pytest.raises(
@@ -130,7 +78,6 @@ def test_a_memory_below_the_window_is_refused() -> None:
     with pytest.raises(CacheOrderError, match="call init first"):
         cache.start_forward([0], [0])
     made(cache, 1, 3)  # nothing slides
-    assert cells(made(cache, 2, 16, 4)) == 2 * 6 + 4
     with pytest.raises(CacheValueError, match=r"the window \(unlimited\)"):
         made(SWAMemCache(0, 3), 2)
 
@@ -221,39 +168,6 @@ def test_put_checks_the_number_of_tokens_of_every_pass() -> None:
 
 
 # Sequences ---------------------------------------------------------------------------------
-
-
-def refused(kind: str) -> Any:
-    cache: Any = {
-        "no shift_fn": CausalCache(),
-        "window": SWAMemCache(3, 5, add_shift),
-        "chunks": ChunkedAttentionCache(4),
-        "shared": CausalCache(add_shift),
-    }[kind]
-    fill(made(cache, sequences=2, max_batch=4), 10, step=2)
-    if kind == "shared":
-        cache.copy_prefix(0, 1, 10)
-    return cache
-
-
-@pytest.mark.parametrize(
-    ("kind", "error", "message"),
-    [
-        ("no shift_fn", NotSupported, "without a shift_fn"),
-        ("window", NotSupported, "attends back to 2, but the tokens below 3 were dropped"),
-        ("chunks", NotSupported, "without a shift_fn"),
-        ("shared", SharedCellsError, "shared by multiple sequences"),
-    ],
-)
-def test_a_refused_removal_changes_nothing(kind: str, error: type, message: str) -> None:
-    cache = refused(kind)
-    other = twin(cache)
-    with pytest.raises(error, match=message) as caught:
-        cache.remove(0, 4, 9)
-    assert isinstance(caught.value, NotSupported) == (error is NotSupported)
-    assert_twins(cache, other)
-    cache.remove(0, 0)
-    assert seen(cache, 0, 0) == [0.5]
 
 
 def test_removed_sequences_leave_nothing_behind() -> None:

@@ -44,7 +44,7 @@ def values_of(tokens: list[int], layer: int) -> NDArray[np.float32]:
 SETUPS = st.fixed_dictionaries(
     {
         "kind": st.sampled_from(["causal", "swa", "swamem", "chunked"]),
-        "size": st.integers(1, 5),
+        "size": st.integers(0, 5),  # 0 for no limit
         "extra": st.integers(0, 4),
         "max_sequences": st.integers(1, 3),
         "capacity": st.integers(6, 20),
@@ -101,8 +101,9 @@ class Pair:
         elif kind == "swa":
             self.cache, self.model = SWACache(size, shift_fn), CellModel(size)
         elif kind == "swamem":
-            self.cache = SWAMemCache(size, size + extra, shift_fn)
-            self.model = CellModel(size, size + extra)
+            memory = size + extra if size else 0
+            self.cache = SWAMemCache(size, memory, shift_fn)
+            self.model = CellModel(size, memory)
         else:
             self.cache = ChunkedAttentionCache(size, shift_fn)
             self.model = CellModel(chunk=size)

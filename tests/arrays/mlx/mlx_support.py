@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,9 @@ from pykvcache.arrays import (
     BatchRotatingKVCache,
     CacheList,
     ChunkedKVCache,
+    ConcatenateKVCache,
     KVCache,
+    MambaCache,
     QuantizedKVCache,
     RotatingKVCache,
 )
@@ -115,19 +116,31 @@ def slots(*rows: float) -> Any:
     return cache
 
 
-#: Caches of every kind with something in them. Quantized ones take heads of groups of 4.
-FILLED: dict[str, Callable[[], Any]] = {
-    "KVCache": lambda: filled(KVCache(), [[1, 2, 3]], [[4]]),
-    "ChunkedKVCache": lambda: filled(ChunkedKVCache(2), [[1, 2, 3]]),
-    "RotatingKVCache": lambda: ring(4, [1, 2, 3, 4, 5], keep=1),
-    "QuantizedKVCache": lambda: filled(QuantizedKVCache(4, 8), [[1, 2, 3]]),
-    "BatchKVCache": lambda: filled(BatchKVCache([1, 2]), [[0, 1, 2, 3], [0, 0, 12, 13]]),
-    "BatchRotatingKVCache": lambda: filled(
-        BatchRotatingKVCache(4, [1, 2]), *([[i], [10 + i]] for i in range(6))
-    ),
-    "ArraysCache": lambda: slots(1, 2),
-    "CacheList": lambda: CacheList(filled(KVCache(), [[1, 2]]), CacheList(ring(2, [1, 2, 3]))),
+#: A cache of every kind, by class. Quantized ones take heads of groups of 4.
+EMPTY: dict[str, Any] = {
+    "KVCache": KVCache,
+    "ConcatenateKVCache": ConcatenateKVCache,
+    "RotatingKVCache": lambda: RotatingKVCache(4, keep=1),
+    "ChunkedKVCache": lambda: ChunkedKVCache(3),
+    "QuantizedKVCache": lambda: QuantizedKVCache(4, 8),
+    "ArraysCache": lambda: ArraysCache(2),
+    "MambaCache": MambaCache,
+    "BatchKVCache": lambda: BatchKVCache([1]),
+    "BatchRotatingKVCache": lambda: BatchRotatingKVCache(4, [1]),
+    "CacheList": lambda: CacheList(KVCache(), RotatingKVCache(2)),
 }
+
+
+def fill(cache: Any) -> Any:
+    """Give a cache some content."""
+    if isinstance(cache, CacheList):
+        for member in cache:
+            fill(member)
+    elif isinstance(cache, ArraysCache):
+        cache[0] = np.ones((1, 2), np.float32)
+    else:
+        filled(cache, [[1, 2, 3]], [[4]], [[5]])
+    return cache
 
 
 def pickled(cache: Any) -> Any:

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from mlx_support import (
+    EMPTY,
     HEADS,
     K_DIM,
     V_DIM,
+    fill,
     filled,
     kv,
     pickled,
@@ -23,12 +25,9 @@ from pykvcache.arrays import (
     ArraysCache,
     BatchKVCache,
     BatchRotatingKVCache,
-    CacheList,
     ChunkedKVCache,
-    ConcatenateKVCache,
     KVCache,
     KvCacheKind,
-    MambaCache,
     PromptCacheConfig,
     QuantizedKVCache,
     RotatingKVCache,
@@ -39,34 +38,10 @@ from pykvcache.arrays import (
 from pykvcache.arrays.mlx.base import BaseCache
 from pykvcache.errors import CacheDTypeError, CacheValueError, KvCacheError, NotSupported
 
-EMPTY: dict[str, Any] = {
-    "KVCache": KVCache,
-    "ConcatenateKVCache": ConcatenateKVCache,
-    "RotatingKVCache": lambda: RotatingKVCache(4, keep=1),
-    "ChunkedKVCache": lambda: ChunkedKVCache(3),
-    "QuantizedKVCache": lambda: QuantizedKVCache(4, 8),
-    "ArraysCache": lambda: ArraysCache(2),
-    "MambaCache": MambaCache,
-    "BatchKVCache": lambda: BatchKVCache([1]),
-    "BatchRotatingKVCache": lambda: BatchRotatingKVCache(4, [1]),
-    "CacheList": lambda: CacheList(KVCache(), RotatingKVCache(2)),
-}
 every_kind = pytest.mark.parametrize("kind", EMPTY)
 #: Those that take keys and values of one row.
 PLAIN = [n for n in EMPTY if n not in ("ArraysCache", "MambaCache", "CacheList")]
 ONE, THREE = kv([9]), kv([7, 8, 9])
-
-
-def fill(cache: Any) -> Any:
-    """Give a cache some content."""
-    if isinstance(cache, CacheList):
-        for member in cache:
-            fill(member)
-    elif isinstance(cache, ArraysCache):
-        cache[0] = np.ones((1, 2), np.float32)
-    else:
-        filled(cache, [[0, 1, 2]], [[0]], [[0]])
-    return cache
 
 
 def leaves(state: Any) -> list[Any]:

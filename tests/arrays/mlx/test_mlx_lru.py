@@ -118,14 +118,13 @@ def test_prompts_are_a_list_of_entries(steps: list[Any], size: int, limit: int) 
 
 
 def test_models_have_their_own_prompts() -> None:
-    lru = LRUPromptCache()
-    mine = caches([1, 2, 3], layers=2)
+    lru, mine = LRUPromptCache(), caches([1, 2, 3])
     lru.insert_cache("m", np.array([1, 2, 3]), mine)
     mine[0].trim(2)
     filled(mine[0], [[9]])  # what was inserted is a copy
-    assert fetched(lru, [1, 2, 3]) == ([[1, 2, 3]] * 2, [])
+    assert fetched(lru, [1, 2, 3]) == ([[1, 2, 3]], [])
     assert fetched(lru, [1, 2, 3], "other") == (None, [1, 2, 3])
-    assert fetched(lru, [1]) == ([[], []], [1])
+    assert fetched(lru, [1]) == ([[]], [1])
     assert (lru.max_size, lru.max_bytes) == (10, 1 << 63)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
-from mlx_support import filled, ids, kv, ring, snapshot, stored
+from mlx_support import filled, ids, kv, ring, stored
 
 from pykvcache.arrays import BatchRotatingKVCache, RotatingKVCache, from_state
 from pykvcache.errors import (
@@ -19,24 +18,9 @@ from pykvcache.errors import (
 P = 0  # padding
 
 
-def batch(max_size: int, left_padding: Any, *columns: Any) -> Any:
-    """Return a batch of rings that was given columns one by one."""
-    cache = BatchRotatingKVCache(max_size, left_padding)
-    return filled(cache, *([[token] for token in column] for column in columns))
-
-
 def real(cache: Any, row: int) -> list[int]:
     """Return the tokens of a row from old to new."""
     return stored(cache.extract(row))
-
-
-def visible(cache: Any, new: Any, row: int, query: int = 0, **options: Any) -> list[int]:
-    """Return the tokens that a query of a copy sees in its row."""
-    cache = cache.copy()
-    mask = cache.make_mask(len(new[0]), **options)
-    values = cache.update(*kv(*new))[1]
-    mask = mask[row, 0, query] if mask.ndim == 4 else mask[query] if mask.ndim == 2 else mask
-    return sorted(np.array(ids(values, row))[mask].tolist())
 
 
 @pytest.mark.parametrize(
@@ -71,22 +55,16 @@ def test_several_tokens_come_from_old_to_new() -> None:
     assert cache.meta_state == ("1", "8", "3", "3")
 
 
-def test_masks_of_a_ring() -> None:
+def test_masks_of_a_ring_are_none_causal_or_an_array() -> None:
     cache: Any = RotatingKVCache(4)
     assert cache.make_mask(4) == "causal"
     assert cache.make_mask(5).shape == (5, 5)
     assert cache.make_mask(2, return_array=True).shape == (2, 2)
     assert cache.make_mask(1) is None
     filled(cache, [[1]], [[2]], [[3]])
-    assert cache.make_mask(2).astype(int).tolist() == [[1, 1, 1, 1, 0], [0, 1, 1, 1, 1]]
     assert cache.make_mask(1, window_size=4, return_array=True) is None
     assert cache.make_mask(1, window_size=2).astype(int).tolist() == [0, 0, 1, 1]
     assert ring(4, [1]).make_mask(1, window_size=2) is None
-    assert cache.make_mask(2, 2).astype(int).tolist() == [[0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
-    assert visible(ring(4, range(1, 7)), [[7]], 0, window_size=2) == [6, 7]
-    kept = ring(5, range(1, 10), keep=2)
-    assert kept.make_mask(6, window_size=1)[:, :2].all()
-    assert visible(kept, [[10]], 0, window_size=1) == [1, 2, 10]
 
 
 def test_a_ring_without_room_refuses() -> None:
@@ -153,16 +131,6 @@ def test_merge_and_extend_need_one_max_size() -> None:
     ):
         with pytest.raises(error):
             merged.extend(other)
-
-
-def test_padding_that_left_the_ring_does_not_come_back() -> None:
-    short, long = batch(3, [1], (P,), (1,), (2,), (3,), (4,)), BatchRotatingKVCache(3, [0])
-    filled(long, [[11, 12, 13, 14, 15]])
-    before = snapshot(long)
-    short.extend(long)
-    assert snapshot(long) == before
-    assert visible(short, [[5, 6], [16, 17]], 0) == [3, 4, 5]
-    assert visible(short, [[5, 6], [16, 17]], 0, 1) == [4, 5, 6]
 
 
 def test_columns_that_do_not_count_are_left_out() -> None:

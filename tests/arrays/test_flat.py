@@ -13,12 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pykvcache.arrays import FlatKVCache
-from pykvcache.errors import (
-    CacheDTypeError,
-    CacheLayerError,
-    CacheOrderError,
-    CacheValueError,
-)
+from pykvcache.errors import CacheDTypeError, CacheLayerError, CacheOrderError, CacheValueError
 
 
 class FlatMachine(RuleBasedStateMachine):

@@ -6,12 +6,7 @@ from pykvcache.arrays.flat import FlatKVCache
 from pykvcache.arrays.mlx.arrays_cache import ArraysCache, MambaCache
 from pykvcache.arrays.mlx.cache_list import CacheList
 from pykvcache.arrays.mlx.kinds import KvCacheKind, from_state
-from pykvcache.arrays.mlx.kv_cache import (
-    BatchKVCache,
-    ChunkedKVCache,
-    ConcatenateKVCache,
-    KVCache,
-)
+from pykvcache.arrays.mlx.kv_cache import BatchKVCache, ChunkedKVCache, ConcatenateKVCache, KVCache
 from pykvcache.arrays.mlx.masks import create_attention_mask, create_causal_mask
 from pykvcache.arrays.mlx.prompt_cache import (
     ROTATING_DEFAULT_KEEP,
@@ -24,21 +19,11 @@ from pykvcache.arrays.mlx.prompt_cache import (
     save_prompt_cache,
     trim_prompt_cache,
 )
-from pykvcache.arrays.mlx.prompts import (
-    LRUPromptCache,
-    PromptTrie,
-    PromptTrieResult,
-    TokenBuffer,
-)
+from pykvcache.arrays.mlx.prompts import LRUPromptCache, PromptTrie, PromptTrieResult, TokenBuffer
 from pykvcache.arrays.mlx.quantized import QuantizedKVCache
 from pykvcache.arrays.mlx.rotating import BatchRotatingKVCache, RotatingKVCache
 from pykvcache.arrays.ollama.cache import Cache, CacheConfig
-from pykvcache.arrays.ollama.causal import (
-    CausalCache,
-    ChunkedAttentionCache,
-    SWACache,
-    SWAMemCache,
-)
+from pykvcache.arrays.ollama.causal import CausalCache, ChunkedAttentionCache, SWACache, SWAMemCache
 from pykvcache.arrays.ollama.encoder import EncoderCache
 from pykvcache.arrays.ollama.input_cache import Input, InputCache, Slot
 from pykvcache.arrays.ollama.recurrent import CheckpointRing, RecurrentCache

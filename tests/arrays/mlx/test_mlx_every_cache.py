@@ -8,17 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mlx_support import (
-    EMPTY,
-    HEADS,
-    K_DIM,
-    V_DIM,
-    fill,
-    filled,
-    kv,
-    pickled,
-    snapshot,
-)
+from mlx_support import EMPTY, HEADS, K_DIM, V_DIM, fill, filled, kv, pickled, snapshot
 
 import pykvcache.arrays as arrays
 from pykvcache.arrays import (

@@ -8,12 +8,7 @@ import pytest
 from mlx_support import filled, ids, kv, ring, stored
 
 from pykvcache.arrays import BatchRotatingKVCache, RotatingKVCache, from_state
-from pykvcache.errors import (
-    CacheDTypeError,
-    CacheOrderError,
-    CacheValueError,
-    NotSupported,
-)
+from pykvcache.errors import CacheDTypeError, CacheOrderError, CacheValueError, NotSupported
 
 P = 0  # padding
 

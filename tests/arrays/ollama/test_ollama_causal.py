@@ -21,18 +21,8 @@ from ollama_support import (
     twin,
 )
 
-from pykvcache.arrays import (
-    CacheConfig,
-    CausalCache,
-    ChunkedAttentionCache,
-    SWACache,
-    SWAMemCache,
-)
-from pykvcache.errors import (
-    CacheDTypeError,
-    CacheOrderError,
-    CacheValueError,
-)
+from pykvcache.arrays import CacheConfig, CausalCache, ChunkedAttentionCache, SWACache, SWAMemCache
+from pykvcache.errors import CacheDTypeError, CacheOrderError, CacheValueError
 
 
 def causal(capacity: int = 16, max_batch: int = 8, **config: Any) -> CausalCache:

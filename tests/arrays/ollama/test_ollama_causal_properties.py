@@ -11,13 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pykvcache.arrays import (
-    CacheConfig,
-    CausalCache,
-    ChunkedAttentionCache,
-    SWACache,
-    SWAMemCache,
-)
+from pykvcache.arrays import CacheConfig, CausalCache, ChunkedAttentionCache, SWACache, SWAMemCache
 from pykvcache.errors import KvCacheFull, NotSupported, SharedCellsError
 from support.examples import examples
 

@@ -10,11 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pykvcache.arrays import Cache, CacheConfig, EncoderCache
-from pykvcache.errors import (
-    CacheDTypeError,
-    CacheValueError,
-    NotSupported,
-)
+from pykvcache.errors import CacheDTypeError, CacheValueError, NotSupported
 from support.examples import examples
 
 

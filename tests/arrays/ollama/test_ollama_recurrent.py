@@ -10,12 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ollama_support import add_shift, made, one, seen
 
-from pykvcache.arrays import (
-    CausalCache,
-    CheckpointRing,
-    RecurrentCache,
-    WrapperCache,
-)
+from pykvcache.arrays import CausalCache, CheckpointRing, RecurrentCache, WrapperCache
 from pykvcache.errors import CacheValueError, NotSupported
 from support.examples import examples
 

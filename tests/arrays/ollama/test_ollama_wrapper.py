@@ -10,15 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ollama_support import (
-    add_shift,
-    assert_same,
-    made,
-    seen,
-    state,
-    tokens,
-    twin,
-)
+from ollama_support import add_shift, assert_same, made, seen, state, tokens, twin
 
 from pykvcache.arrays import (
     Cache,

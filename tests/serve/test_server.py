@@ -275,6 +275,14 @@ def test_the_short_option_for_threads_of_llama_server_is_refused() -> None:
     assert found.returncode == 2
 
 
+def test_lists_of_llama_server_with_commas_are_refused() -> None:
+    for option in ("--api-key", "--alias"):
+        command = [sys.executable, "-m", "pykvcache", "serve", "--port", "0", option, "a,b"]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        assert found.returncode != 0
+        assert option in found.stderr
+
+
 def test_a_wrong_model_or_adapter_is_an_error_at_the_start(tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF")

@@ -310,6 +310,8 @@ def read_keys(path: str | None, given: tuple[str, ...]) -> dict[str, str] | None
                 )
             keys[parts[0]] = parts[1] if len(parts) == 2 else _name(parts[0])
     for key in given:
+        if "," in key:
+            raise click.UsageError("--api-key takes one key: repeat it for several")
         keys[key] = _name(key)
     if not keys:
         raise click.ClickException(f"{path} holds no key")

@@ -33,7 +33,7 @@ def find_models(paths: Sequence[str], alias: str | None = None) -> dict[str, str
     FileNotFoundError
         A path does not exist, or a folder holds no GGUF.
     ValueError
-        Two files have the same name, or an alias is given for several files.
+        Two files have the same name, an alias is given for several files, or it has a comma.
     """
     files: list[Path] = []
     for given in paths:
@@ -46,6 +46,8 @@ def find_models(paths: Sequence[str], alias: str | None = None) -> dict[str, str
     if alias is not None:
         if len(files) != 1:
             raise ValueError(f"--alias names a single model, not {len(files)}")
+        if "," in alias:
+            raise ValueError(f"--alias {alias}: a model has one name here")
         names = [alias]
     if len(set(names)) != len(names):
         raise ValueError("two models have the same file name: rename one, or run two servers")

@@ -309,7 +309,7 @@ class Chat:
         if figures.is_evaluated:
             parts.append(f"{figures.generated} generated, {rate:.0f} tokens/s")
         if figures.dropped:
-            parts.append(f"the cache is full: {_turns(figures.dropped)} dropped, the oldest")
+            parts.append(f"no room for the answer: {_turns(figures.dropped)} dropped, the oldest")
         ends = {"length": "cut at --max-tokens or half of --n-ctx", "full": "the cache is full"}
         if (why := ends.get(figures.finish or "", figures.finish)) not in ("stop", None):
             parts.append(str(why))

@@ -126,6 +126,16 @@ def test_the_reason_names_how_the_writer_of_a_folder_differs(
         assert "blocks" not in evaluate(cache, [7, *BASE])
 
 
+def test_stored_responses_are_not_blocks_of_another_model(
+    make_context: Make, tmp_path: Path
+) -> None:
+    serve = pytest.importorskip("pykvcache.serve.responses")
+    serve.Responses([tmp_path]).add(serve.Stored({"id": "resp_1"}, []), "")
+    assert serve.Responses([tmp_path]).get("resp_1", "").body == {"id": "resp_1"}
+    with PrefixCache(make_context("llama"), block_size=4, tiers=[tmp_path], tier_seconds=20) as one:
+        assert "blocks" not in evaluate(one, BASE)
+
+
 def test_the_reason_names_windows_that_a_folder_lacks(make_context: Make, tmp_path: Path) -> None:
     both: dict[str, Any] = {"block_size": 4, "tier_seconds": 20}
     with PrefixCache(make_context("gemma3"), tiers=[tmp_path], **both) as cache:

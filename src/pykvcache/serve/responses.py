@@ -64,7 +64,7 @@ class Responses:
         self, tiers: Sequence[Any] = (), secret: str | None = None, max_bytes: int = 64 << 20
     ) -> None:
         self._stores: list[BlockStore] = [open_store(tier) for tier in tiers]
-        self._envelope = Envelope(model=b"pykvcache.responses", layout=b"1", secret=secret)
+        self._envelope = Envelope(model=b"", layout=b"pykvcache.responses.1", secret=secret)
         self._max_bytes = max_bytes
         self._known: OrderedDict[bytes, bytes] = OrderedDict()
         self.n_bytes = 0

@@ -47,6 +47,7 @@ _VERSION = 1
 # magic, version, kind, zero, length of the content, key, model, layout, nonce, zeros
 _HEADER = struct.Struct("<4sHBBQ32s16s16s12s36s")
 _CHECK = 16
+_NO_MODEL = hashlib.sha256(b"").digest()[:16]
 _XXH3, _SHA256, _ENCRYPTED, _SIGNED = 1, 2, 3, 4
 
 #: The largest content in bytes: the limit of the AES-GCM implementation.
@@ -78,7 +79,8 @@ class Envelope:
     Parameters
     ----------
     model, layout : bytes or str
-        Must be equal for writers and readers, usually digests.
+        Must be equal for writers and readers, usually digests. An empty model is for records that
+        are not blocks of a model.
     secret : bytes or str, optional
         At least 16 bytes that only trusted writers and readers know; 32 random ones are best.
         Blocks are then encrypted with AES-256-GCM (with the key as associated data), and stored
@@ -227,14 +229,19 @@ class Envelope:
                 return Rejection.FORGED
         return content if (model, layout) == (self._model, self._layout) else Rejection.FOREIGN
 
-    def difference(self, sealed: Buffer) -> str:
-        """Return how the writer of a block differs from this envelope, as a text; or ``""``."""
+    def difference(self, sealed: Buffer) -> str | None:
+        """Return how the writer of a block differs from this envelope, as a text; or ``""``.
+
+        None for a record that is not a block of a model.
+        """
         view = flat(sealed)
         if len(view) < _HEADER.size:
             return ""
         magic, _, kind, _, _, _, model, layout, _, _ = _HEADER.unpack_from(view)
         if magic != _MAGIC:
             return ""
+        if model == _NO_MODEL:
+            return None
         if (kind in (_ENCRYPTED, _SIGNED)) != bool(self._secret):
             return "written without the secret" if self._secret else "written with a secret"
         if model != self._model:
@@ -336,7 +343,9 @@ class SealedStore(BlockStore):
         for entry in islice(self.store.entries(), n):
             buffer = bytearray(entry.size)
             if self.store.get_into([entry.key], [buffer]):
-                found.add(self.envelope.difference(buffer))
+                told = self.envelope.difference(buffer)
+                if told is not None:
+                    found.add(told)
         return found
 
     def _reject(self, name: bytes, why: Rejection) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from mlx_support import kv, snapshot, stored
+from mlx_support import filled, kv, snapshot, stored
 
 from pykvcache.arrays import (
     ArraysCache,
@@ -18,18 +18,13 @@ from pykvcache.arrays import (
 from pykvcache.errors import CacheDTypeError, CacheValueError, NotSupported
 
 
-def filled(cache, *tokens):
-    cache.update(*kv(tokens))
-    return cache
-
-
 def test_list_is_trimmable_if_all_are():
-    both = CacheList(filled(KVCache(), 1, 2, 3), filled(KVCache(), 4))
+    both = CacheList(filled(KVCache(), [[1, 2, 3]]), filled(KVCache(), [[4]]))
     assert both.is_trimmable()
     assert both.trim(2) == 1
     assert stored(both[0]) == [1]
     assert stored(both[1]) == []
-    one = CacheList(filled(KVCache(), 1, 2, 3), ArraysCache(1))
+    one = CacheList(filled(KVCache(), [[1, 2, 3]]), ArraysCache(1))
     assert not one.is_trimmable()
     before = snapshot(one)
     assert one.trim(2) == 0
@@ -39,12 +34,12 @@ def test_list_is_trimmable_if_all_are():
 
 
 def test_list_size_empty_and_nbytes():
-    caches = CacheList(filled(KVCache(), 1), filled(KVCache(), 1, 2, 3))
+    caches = CacheList(filled(KVCache(), [[1]]), filled(KVCache(), [[1, 2, 3]]))
     assert caches.size() == 3
     assert not caches.is_empty()
     assert caches.nbytes == caches[0].nbytes + caches[1].nbytes
-    assert CacheList(KVCache(), filled(KVCache(), 1)).is_empty()
-    assert not CacheList(filled(KVCache(), 1), KVCache()).is_empty()
+    assert CacheList(KVCache(), filled(KVCache(), [[1]])).is_empty()
+    assert not CacheList(filled(KVCache(), [[1]]), KVCache()).is_empty()
     assert CacheList().is_empty()
     assert CacheList().size() == 0
     assert CacheList().trim(1) == 0
@@ -52,8 +47,8 @@ def test_list_size_empty_and_nbytes():
 
 
 def test_list_meta_is_names_and_metas():
-    inner = CacheList(filled(ChunkedKVCache(4), 1), ArraysCache(2))
-    caches = CacheList(filled(RotatingKVCache(2), 1, 2, 3), inner)
+    inner = CacheList(filled(ChunkedKVCache(4), [[1]]), ArraysCache(2))
+    caches = CacheList(filled(RotatingKVCache(2), [[1, 2, 3]]), inner)
     names, metas = caches.meta_state
     assert names == ("RotatingKVCache", "CacheList")
     assert metas == (("0", "2", "3", "3"), inner.meta_state)
@@ -97,7 +92,7 @@ def test_list_changes_all_members_or_none():
 def test_list_drives_batches_together():
 
     def single(a, b):
-        caches = CacheList(filled(KVCache(), *a), ArraysCache(1))
+        caches = CacheList(filled(KVCache(), [a]), ArraysCache(1))
         caches[1][0] = np.full((1, 2), float(b), np.float32)
         return caches
 

@@ -153,9 +153,8 @@ class CacheList(BaseCache):
     @classmethod
     def merge(cls, caches: Iterable[CacheList]) -> CacheList:
         """Merge corresponding members; return a list of batches."""
-        caches = list(caches)
+        caches = [as_kind("caches", cache, CacheList) for cache in caches]
         for cache in caches:
-            as_kind("caches", cache, CacheList)
             check_size("caches to merge", len(cache), len(caches[0]))
         columns = zip(*(cache.caches for cache in caches), strict=True)
         return CacheList(*(_method(column[0], "merge")(column) for column in columns))

@@ -23,6 +23,7 @@ from pykvcache.errors import CacheValueError, shown
 
 __all__ = [
     "KvCacheKind",
+    "Serialized",
     "dense",
     "from_state",
     "parts_of_state",

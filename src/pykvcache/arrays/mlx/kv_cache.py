@@ -275,11 +275,7 @@ class BatchKVCache(BatchCache):
     @classmethod
     def merge(cls, caches: Iterable[KVCache]) -> BatchKVCache:
         """Return a batch of `caches` with one row each."""
-        caches = list(caches)
-        for cache in caches:
-            as_kind("caches", cache, KVCache)
-            if cache.size():
-                check_size("rows of a cache to merge", cache._pair.keys.shape[0], 1)
+        caches = [as_kind("caches", cache, KVCache) for cache in caches]
         columns = max((cache.size() for cache in caches), default=0)
         batch = cls([columns - cache.size() for cache in caches])
         batch._pair = right_justified([(1, cache._pair) for cache in caches])

@@ -23,6 +23,7 @@ from pykvcache.arrays.mlx.arrays_cache import ArraysCache
 from pykvcache.arrays.mlx.base import BaseCache, as_caches
 from pykvcache.arrays.mlx.kinds import (
     KvCacheKind,
+    Serialized,
     dense,
     from_state,
     parts_of_state,
@@ -338,11 +339,11 @@ def _parsed(
         metadata, left = groups["0"], {*states}
     else:
         states, infos = _tree(arrays), _tree(groups["0"])
-        layers = []
-        for i, name in enumerate(dense(_tree(groups["2"]), "class names")):
-            kind = KvCacheKind.parse(name)
-            meta = _meta(kind, infos.pop(i, ""))
-            layers.append((kind, _state(kind, states.pop(i, {}), meta), meta))
+        kinds = map(KvCacheKind.parse, dense(_tree(groups["2"]), "class names"))
+        layers = [
+            (kind, *_parts_0_31(kind, states.pop(i, {}), infos.pop(i, "")))
+            for i, kind in enumerate(kinds)
+        ]
         metadata, left = groups["1"], {*states, *infos}
     if left:
         message = f"layers {sorted(left)[:8]} have no class name"
@@ -392,35 +393,29 @@ def _tree(leaves: Mapping[str, Any]) -> dict[int, _Node]:
     return root
 
 
-def _meta(kind: KvCacheKind, node: _Node) -> tuple[Any, ...]:
-    """Parse the meta state of a 0.31 file's node."""
-    parts = dense(node, "values of a meta state")
+def _parts_0_31(kind: KvCacheKind, node: _Node, info: _Node) -> Serialized:
+    """Parse the nodes of a state, which is missing from the file if empty, and of a meta state."""
+    if not isinstance(node, dict):
+        raise CacheValueError(f"the state of a {kind} is a single array", "state", str(kind))
+    meta = dense(info, "values of a meta state")
     if kind is not KvCacheKind.CACHE_LIST:
-        return parts
-    groups = [dense(part, "names and meta states") for part in parts or ("", "")]
+        empty = kind.empty()
+        if not isinstance(empty, ArraysCache):
+            return _arrays_of(node, kind), meta
+        least = len(empty) if node else 0  # empty slots have no array
+        return tuple(node.get(i) for i in range(max(least, max(node, default=-1) + 1))), meta
+    groups = [dense(part, "names and meta states") for part in meta or ("", "")]
     counts = list(map(len, groups))
     if len(groups) != 2 or counts[0] != counts[1]:
         message = f"a CacheList has names and as many meta states; got groups of {counts}"
         raise CacheValueError(message, "meta_state", counts, 2)
-    kinds = map(KvCacheKind.parse, groups[0])
-    return groups[0], tuple(map(_meta, kinds, groups[1]))
-
-
-def _state(kind: KvCacheKind, node: _Node, meta: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Parse the state of a 0.31 file's node; empty states are missing from the file."""
-    if not isinstance(node, dict):
-        raise CacheValueError(f"the state of a {kind} is a single array", "state", str(kind))
-    if kind is KvCacheKind.CACHE_LIST:
-        if set(node) - set(range(len(meta[0]))):
-            message = f"a CacheList of {len(meta[0])} caches has states {shown(sorted(node))}"
-            raise CacheValueError(message, "states", sorted(node), len(meta[0]))
-        members = enumerate(zip(map(KvCacheKind.parse, meta[0]), meta[1], strict=True))
-        return tuple(_state(k, node.get(i, {}), m) for i, (k, m) in members)
-    empty = kind.empty()
-    if isinstance(empty, ArraysCache):  # empty slots have no array
-        least = len(empty) if node else 0
-        return tuple(node.get(i) for i in range(max(least, max(node, default=-1) + 1)))
-    return _arrays_of(node, kind)
+    names, infos = groups
+    if set(node) - set(range(len(names))):
+        message = f"a CacheList of {len(names)} caches has states {shown(sorted(node))}"
+        raise CacheValueError(message, "states", sorted(node), len(names))
+    nodes = (node.get(i, {}) for i in range(len(names)))
+    members = [*map(_parts_0_31, map(KvCacheKind.parse, names), nodes, infos)]
+    return tuple(state for state, _ in members), (names, tuple(meta for _, meta in members))
 
 
 def _arrays_of(node: _Node, kind: KvCacheKind) -> tuple[Any, ...]:

@@ -447,17 +447,12 @@ class BatchRotatingKVCache(BatchCache, _RingCache):
         NotSupported
             A cache has `keep` above 0, which a batch does not support.
         """
-        caches = list(caches)
-        for cache in caches:
-            as_kind("caches", cache, RotatingKVCache)
+        caches = [as_kind("caches", cache, RotatingKVCache) for cache in caches]
         _refuse_sizes([cache.max_size for cache in caches])
         keep = max(cache.keep for cache in caches)
         if keep:
             raise NotSupported("a batch cannot keep the first tokens of its rows", "keep", keep, 0)
         newest = [cache._newest() for cache in caches]
-        for pair in newest:
-            if pair.count:
-                check_size("rows of a cache to merge", pair.keys.shape[0], 1)
         together = right_justified([(1, pair) for pair in newest])
         batch = cls(caches[0].max_size, [together.count - pair.count for pair in newest])
         batch._pair, batch._index = together, together.length

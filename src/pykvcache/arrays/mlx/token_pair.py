@@ -267,6 +267,9 @@ class TokenPair:
 def right_justified(parts: Sequence[tuple[int, TokenPair]]) -> TokenPair:
     """Stack ``(rows, pair)`` so that their newest tokens share the last column; pad with zeros."""
     filled = [pair.view() for _, pair in parts if pair.count]
+    for count, pair in parts:
+        if pair.count:
+            check_size("rows of a cache to merge", pair.keys.shape[0], count)
     if not filled:
         return TokenPair()
     rows, columns = sum(count for count, _ in parts), max(keys.shape[2] for keys, _ in filled)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from pykvcache import LlamaContext
 
 Change = Callable[[str, Any], Any]
-
-HELD = {0: 20, 1: 5}
-"""Sequences and their lengths after `fill`."""
 
 
 def words(n: int, seed: int = 0) -> NDArray[np.int32]:
@@ -49,9 +47,14 @@ def resident_bytes() -> int:
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def fill(ctx: LlamaContext) -> None:
-    for seq, n in HELD.items():
-        ctx.decode(words(n, seq), seq_id=seq)
+def assert_linear(work: Callable[[int], object], small: int) -> None:
+    """Time a work of a size and of 20 times as much: its square would take 400 times as long."""
+    seconds = []
+    for size in (small, 20 * small):
+        start = time.process_time()
+        work(size)
+        seconds.append(time.process_time() - start)
+    assert seconds[1] < 4 * 20 * seconds[0] + 0.5
 
 
 def lengths(ctx: LlamaContext) -> dict[int, int]:
@@ -66,7 +69,7 @@ def with_keys(
     change: Change = lambda name, data: data,
 ) -> Path:
     reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(target, "llama")
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     for field in reader.fields.values():
         if field.name.startswith("GGUF.") or field.name in ("general.architecture", *values):
             continue

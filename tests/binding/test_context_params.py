@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from binding.conftest import Child, assert_quiet
 from binding.kit import resident_bytes
 from pykvcache import LlamaContext, LlamaModel
 from pykvcache._params import default_threads, usable_cpus
 from pykvcache.enums import FlashAttention, GgmlType, PoolingType
 from pykvcache.errors import ContextCreateError
+from support.children import assert_quiet, child
 from support.models import MODELS, make_model
 
 SIZES = ["n_ctx", "n_batch", "n_ubatch", "n_seq_max", "n_threads", "n_threads_batch"]
@@ -58,24 +58,45 @@ def test_the_model_must_be_one() -> None:
             LlamaContext(what)  # type: ignore[arg-type]
 
 
-@pytest.mark.hazard("C1")
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"n_ctx": 4, "n_seq_max": 8},
-        {"n_batch": 4, "n_seq_max": 8},
-        {"n_ctx": 255, "n_seq_max": 256},
-    ],
-)
-def test_fewer_tokens_per_call_than_sequences_are_refused(model: Any, options: Any) -> None:
-    with pytest.raises(ContextCreateError, match="n_seq_max"):
-        LlamaContext(model("llama"), **options)
+QUANTIZED = ["q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
+POOLINGS = ["mean", "cls", "last", "rank"]
+TOGETHER: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"n_ctx": 4, "n_seq_max": 8}, "n_seq_max"),
+    ("llama", {"n_batch": 4, "n_seq_max": 8}, "n_seq_max"),
+    ("llama", {"n_ctx": 255, "n_seq_max": 256}, "n_seq_max"),
+    ("t5", {"kv_unified": False, "n_seq_max": 2}, "kv_unified"),
+    # The blocks do not divide the head.
+    *(
+        ("llama", {"flash_attn": flash, what: kind}, what)
+        for what in ("type_k", "type_v")
+        for kind in QUANTIZED
+        for flash in ("auto", FlashAttention.ENABLED, "disabled")
+    ),
+    *(
+        ("llama_h64", {"type_v": kind, "flash_attn": "disabled"}, "flash_attn")
+        for kind in QUANTIZED
+    ),
+    ("deepseek4", {"embeddings": True}, r"of 64 values, and llama\.cpp reads 256"),
+    *(
+        ("t5", {"pooling_type": pooling, "embeddings": embeddings}, "pool")
+        for pooling in POOLINGS
+        for embeddings in (True, False)
+    ),
+    ("llama", {"embeddings": True, "pooling_type": "rank"}, "classifier"),
+    ("bert", {"embeddings": True, "pooling_type": "rank"}, "classifier"),
+]
 
 
-@pytest.mark.hazard("D29")
-def test_separate_streams_of_an_encoder_decoder_are_refused(model: Any) -> None:
-    with pytest.raises(ContextCreateError, match="kv_unified"):
-        LlamaContext(model("t5"), kv_unified=False, n_seq_max=2)
+@pytest.mark.hazard("C1", "C6", "C7", "D29", "N6", "N9")
+@pytest.mark.parametrize(("name", "options", "said"), TOGETHER)
+def test_options_that_do_not_go_together_are_refused(
+    model: Any, name: str, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ContextCreateError, match=said):
+        LlamaContext(model(name), **options)
+
+
+def test_an_encoder_decoder_has_one_separate_stream(model: Any) -> None:
     LlamaContext(model("t5"), kv_unified=False, n_seq_max=1).close()
 
 
@@ -143,9 +164,7 @@ assert (ctx.logits() == logits).all()
 
 @pytest.mark.hazard("N42")
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's limits")
-def test_contexts_too_large_for_memory_raise_a_typed_error(
-    child: Child, model: Any, model_folder: Path
-) -> None:
+def test_contexts_too_large_for_memory_raise_a_typed_error(model: Any, model_folder: Path) -> None:
     large = make_model("llama", model_folder, n_embd=512, n_ff=2048)
     assert_quiet(child(SHORT, model("llama").path, large, timeout=60))
 
@@ -223,18 +242,6 @@ def test_a_context_with_yarn_changes_nothing_for_others(model: Any) -> None:
             each.close()
 
 
-QUANTIZED = ["q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
-
-
-@pytest.mark.hazard("C6", "C7")
-@pytest.mark.parametrize("name", ["type_k", "type_v"])
-def test_blocks_that_do_not_divide_the_head_are_refused(model: Any, name: str) -> None:
-    for kind in QUANTIZED:
-        for flash in ("auto", FlashAttention.ENABLED, "disabled"):
-            with pytest.raises(ContextCreateError, match=name):
-                LlamaContext(model("llama"), flash_attn=flash, **{name: kind})
-
-
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_a_quantized_cache_gives_nearly_the_same_logits(make_context: Any, kind: str) -> None:
     tokens = np.arange(10, 74, dtype=np.int32)
@@ -246,13 +253,6 @@ def test_a_quantized_cache_gives_nearly_the_same_logits(make_context: Any, kind:
         ctx.decode(tokens)
         same = float(np.corrcoef(ctx.logits(), exact.logits())[0, 1])
         assert alike < same < 1, options
-
-
-@pytest.mark.hazard("C7")
-def test_quantized_values_need_flash_attention(model: Any) -> None:
-    for kind in QUANTIZED:
-        with pytest.raises(ContextCreateError, match="flash_attn"):
-            LlamaContext(model("llama_h64"), type_v=kind, flash_attn="disabled")
 
 
 def test_a_small_model_has_one_thread_for_a_token_and_all_for_a_batch(model: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -13,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from binding.conftest import Child, assert_quiet, needs_timers
+from binding.conftest import needs_timers
 from binding.kit import differ, lengths, words
 from pykvcache import LlamaBatch
-from pykvcache.errors import DecodeAborted, DecodeError
+from pykvcache.errors import DecodeAborted
+from support.children import assert_quiet, child, forked
 from support.models import RIGHT
 from support.sanitizer import SLOWER
 from support.stopping import stop_soon
@@ -134,7 +136,7 @@ def test_other_threads_run_during_a_decode(make_context: Any) -> None:
 
 
 @pytest.mark.hazard("N11")
-def test_tokens_that_change_during_a_decode_do_no_harm(forked: Child, model: Any) -> None:
+def test_tokens_that_change_during_a_decode_do_no_harm(model: Any) -> None:
     code = """
 import sys, threading
 import numpy as np
@@ -163,7 +165,7 @@ thread.join()
 
 
 @needs_timers
-def test_signal_handlers_and_finalizers_may_use_the_context(forked: Child, model: Any) -> None:
+def test_signal_handlers_and_finalizers_may_use_the_context(model: Any) -> None:
     code = """
 import gc, signal, sys
 import numpy as np
@@ -194,7 +196,7 @@ assert "busy" in seen, seen
 
 @pytest.mark.parametrize("how", ["sequence", "batch", "cache"])
 def test_context_and_model_may_be_closed_while_another_thread_generates(
-    how: str, child: Child, path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Freed memory is filled, so that a use of it shows."""
     code = f"""
@@ -242,6 +244,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 TEAM = """
 import os, sys, time
+os.environ.pop("OMP_WAIT_POLICY", None)
 import numpy as np
 from pykvcache import LlamaContext, LlamaModel
 model = LlamaModel(sys.argv[1])
@@ -261,42 +264,21 @@ ctx = LlamaContext(model, n_ctx=256, n_threads=4)
 """
 
 
-@linux
-def test_contexts_share_their_threads(child: Child, model: Any) -> None:
-    code = (
-        TEAM
-        + """
+TEAMS = {
+    "contexts share their threads": """
 more = [LlamaContext(model, n_ctx=256, n_threads=n) for n in (2, 4, 3, 1)]
 for one in (ctx, *more, ctx):
     assert np.abs(row(one) - alone).max() < 0.05
 assert n_threads() == others + 3, n_threads()
-"""
-    )
-    assert_quiet(child(code, model("llama").path))
-
-
-@linux
-@pytest.mark.hazard("N40")
-def test_idle_threads_sleep(child: Child, model: Any) -> None:
-    code = (
-        "import os; del os.environ['OMP_WAIT_POLICY']"
-        + TEAM
-        + """
+""",
+    "idle threads sleep": """
 row(ctx)
 time.sleep(0.1)
 begin = time.process_time()
 time.sleep(0.5)
 assert time.process_time() - begin < 0.05
-"""
-    )
-    assert_quiet(child(code, model("llama").path))
-
-
-@linux
-def test_a_decode_runs_on_the_threads_that_the_system_gives(child: Child, model: Any) -> None:
-    code = (
-        TEAM
-        + """
+""",
+    "a decode runs on the threads that the system gives": """
 import resource
 soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
 resource.setrlimit(resource.RLIMIT_NPROC, (1, hard))
@@ -307,13 +289,19 @@ assert n_threads() == others, n_threads()
 resource.setrlimit(resource.RLIMIT_NPROC, (soft, hard))
 assert np.abs(row(ctx) - alone).max() < 0.05
 assert n_threads() == others + 3, n_threads()
-"""
-    )
-    assert_quiet(child(code, model("llama").path))
+""",
+}
 
 
 @linux
-def test_a_copy_does_not_wait_for_a_late_worker(child: Child, model: Any) -> None:
+@pytest.mark.hazard("N40")
+@pytest.mark.parametrize("what", TEAMS)
+def test_threads_that_compute(model: Any, what: str) -> None:
+    assert_quiet(child(TEAM + TEAMS[what], model("llama").path))
+
+
+@linux
+def test_a_copy_does_not_wait_for_a_late_worker(model: Any) -> None:
     """On one processor no worker starts in time, so the caller copies everything."""
     code = """
 import os, sys, threading, time
@@ -350,90 +338,21 @@ assert len(wrong) == 75 and not any(wrong), wrong
     assert_quiet(child(code, wide.path, timeout=120))
 
 
-LONG = 3000
-
-
-def aborted(make_context: Any, name: str, *, inside: bool = False, **options: Any) -> Any:
-    """A context whose decode of `LONG` tokens was stopped, and whose sequence 1 holds 20.
-
-    `inside` of a part: where it stopped between two, nothing is unfinished, and it is tried again.
-    """
-    for delay in (0.02, 0.01, 0.005, 0.0, 0.0, 0.0):
-        ctx = make_context(name, n_ctx=4096, **options)
-        ctx.decode(words(20, 1), seq_id=1)
-        thread = stop_soon(ctx, delay)
-        try:
-            ctx.decode(words(LONG))
-        except DecodeAborted as error:
-            if error.needs_removal or not inside:
-                return ctx, error
-            between = lengths(ctx)
-            assert between == {0: error.n_decoded, 1: 20}  # noqa: PT017
-        finally:
-            thread.join()
-    raise AssertionError("the decode was never stopped")
-
-
 @pytest.mark.hazard("T5")
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("n_batch", [4096, 256])
-def test_attention_keeps_computed_tokens_and_continues(
-    make_context: Any, fresh_logits: Any, name: str, n_batch: int
-) -> None:
-    ctx, error = aborted(make_context, name, n_batch=n_batch, n_ubatch=64)
-    assert error.code == 2
-    assert isinstance(error, DecodeError)
-    with pytest.raises(IndexError):
-        ctx.logits()
-    held = lengths(ctx)
-    assert held.pop(1) == 20
-    done = held.get(0, 0)
-    assert 0 <= done < LONG
-    tokens = words(LONG)[: done + 40]
-    ctx.decode(tokens[done:])
+def test_another_thread_may_stop_a_decode(make_context: Any, fresh_logits: Any) -> None:
+    ctx, tokens = make_context("llama", n_ctx=4096, n_batch=256, n_ubatch=64), words(3000)
+    ctx.decode(words(20, 1), seq_id=1)
+    thread = stop_soon(ctx, 0.01)
+    with contextlib.suppress(DecodeAborted):
+        while True:
+            ctx.clear_kv_cache_seq(0)
+            ctx.decode(tokens)
+    thread.join()
+    done = ctx.kv_cache_seq_pos_max(0) + 1
+    assert 0 <= done < len(tokens)
+    ctx.decode(tokens[done : done + 40])
     assert lengths(ctx) == {0: done + 40, 1: 20}
-    assert differ(ctx.logits(), fresh_logits(name, tokens)) < RIGHT
-    ctx.decode([7], seq_id=1)
-    assert differ(ctx.logits(), fresh_logits(name, [*words(20, 1), 7])) < RIGHT
-
-
-@pytest.mark.hazard("D22")
-@pytest.mark.not_on_a_device(reason="a decode is stopped between its parts alone")
-@pytest.mark.parametrize("name", ["mamba", "lfm2_swa"])
-def test_a_recurrent_sequence_refuses_use_until_it_is_removed(
-    make_context: Any, fresh_logits: Any, name: str
-) -> None:
-    ctx, error = aborted(make_context, name, inside=True, n_batch=4096, n_ubatch=64)
-    assert "remove" in str(error)
-    assert 0 in error.needs_removal
-    batch = LlamaBatch()
-    batch.add(5, ctx.kv_cache_seq_pos_max(0) + 1, 0, True)
-    for use in (
-        lambda: ctx.decode([5]),
-        lambda: ctx.decode(batch),
-        lambda: next(ctx.generate([5], 1)),
-    ):
-        with pytest.raises(DecodeError, match="remove") as refused:
-            use()
-        assert refused.value.needs_removal == (0,)
-    if 0 in lengths(ctx):
-        with pytest.raises((ValueError, RuntimeError)):
-            ctx.copy_kv_cache_seq(0, 2)
-    else:
-        ctx.copy_kv_cache_seq(0, 2)  # stopped before the first step: there is nothing to copy
-    assert 2 not in lengths(ctx)
-    # Another sequence is unchanged, or reports damage too: llama.cpp moves states.
-    try:
-        ctx.decode([7], seq_id=1)
-    except DecodeError as refusal:
-        assert "remove" in str(refusal)  # noqa: PT017
-        assert ctx.clear_kv_cache_seq(1)
-        ctx.decode([*words(20, 1), 7], seq_id=1)
-    assert differ(ctx.logits(), fresh_logits(name, [*words(20, 1), 7])) < RIGHT
-    assert ctx.clear_kv_cache_seq(0)
-    assert lengths(ctx) == {1: 21}
-    ctx.decode(words(30))
-    assert differ(ctx.logits(), fresh_logits(name, words(30))) < RIGHT
+    assert differ(ctx.logits(), fresh_logits("llama", tokens[: done + 40])) < RIGHT
 
 
 @pytest.mark.hazard("N243")
@@ -465,24 +384,9 @@ def test_a_new_sequence_after_an_abort_starts_from_zeros(
     assert ctx.native.abort_at(0)
 
 
-@pytest.mark.hazard("D22")
-@pytest.mark.parametrize("cure", ["clear_kv_cache", "kv_cache_seq_keep", "copy_kv_cache_seq"])
-def test_any_removal_makes_an_aborted_recurrent_sequence_usable(
-    make_context: Any, fresh_logits: Any, cure: str
-) -> None:
-    ctx, _ = aborted(make_context, "mamba", inside=True, n_batch=4096, n_ubatch=64)
-    assert ctx.clear_kv_cache_seq(1)
-    ctx.decode(words(20, 1), seq_id=1)
-    arguments = {"clear_kv_cache": (), "kv_cache_seq_keep": (1,), "copy_kv_cache_seq": (1, 0)}
-    getattr(ctx, cure)(*arguments[cure])
-    before = words(20, 1) if cure == "copy_kv_cache_seq" else words(0)
-    ctx.decode(words(10))
-    assert differ(ctx.logits(), fresh_logits("mamba", [*before, *words(10)])) < RIGHT
-
-
 @pytest.mark.hazard("N12")
 @needs_timers
-def test_a_signal_handler_stops_a_decode_between_its_parts(forked: Child, model: Any) -> None:
+def test_a_signal_handler_stops_a_decode_between_its_parts(model: Any) -> None:
     code = """
 import signal, sys
 import numpy as np

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +14,6 @@ from numpy.typing import NDArray
 from binding.kit import differ, words
 from pykvcache import KvCacheError, LlamaBatch, LlamaContext
 from pykvcache.errors import (
-    ContextCreateError,
-    DecodeAborted,
     DecodeError,
     InvalidBatch,
     NoKvCacheSlot,
@@ -33,80 +30,6 @@ def two(a: int, b: int) -> LlamaBatch:
     batch.add_sequence(words(a, 1), 0, True)
     batch.add_sequence(words(b, 2), 1, True)
     return batch
-
-
-def abort_once(make: Callable[[], LlamaContext], batch: LlamaBatch) -> LlamaContext:
-    """Return a context whose decode of the batch was aborted half-way."""
-    for attempt in range(60):
-        ctx = make()
-        other = threading.Timer(0.0005 + 0.0006 * (attempt % 30), ctx.abort)
-        other.start()
-        try:
-            ctx.decode(batch)
-        except DecodeAborted:
-            return ctx
-        finally:
-            other.join()
-        ctx.close()
-    pytest.skip("no abort came in time on this machine")
-
-
-@pytest.mark.hazard("N1")
-@pytest.mark.parametrize("rows", [[0, 1], [1, 0]], ids=["ascending", "descending"])
-def test_aborted_coupled_tokens_are_taken_back_for_every_sequence(
-    make_context: MakeContext, fresh_logits: Fresh, rows: list[int]
-) -> None:
-    new = words(400, 3)
-
-    def make() -> LlamaContext:
-        ctx = make_context("llama", n_ctx=512, n_batch=512, n_ubatch=512)
-        ctx.decode(words(20))
-        ctx.copy_kv_cache_seq(0, 1)
-        return ctx
-
-    both = LlamaBatch.from_arrays(new, np.arange(20, 420), np.tile([rows], (400, 1)))
-    ctx = abort_once(make, both)
-    for seq in (0, 1):
-        held = [*words(20), *new[: ctx.kv_cache_seq_pos_max(seq) - 19]]
-        ctx.decode([9], seq_id=seq)
-        assert differ(ctx.logits(), fresh_logits("llama", [*held, 9])) < RIGHT
-
-
-@pytest.mark.hazard("N2")
-@pytest.mark.parametrize(
-    ("name", "order", "batch", "victim"),
-    [
-        ("mamba", (0, 2, 1), (0, 1), 2),
-        ("jamba", (0, 1, 2), (0, 2), 1),
-        ("lfm2_swa", (0, 1, 2), (0, 2), 1),
-    ],
-)
-def test_aborted_decode_does_not_damage_a_sequence_beside_it_in_silence(
-    make_context: MakeContext,
-    fresh_logits: Fresh,
-    name: str,
-    order: tuple[int, ...],
-    batch: tuple[int, ...],
-    victim: int,
-) -> None:
-    def make() -> LlamaContext:
-        ctx = make_context(name, n_ctx=512, n_batch=512, n_ubatch=512)
-        for seq in order:
-            ctx.decode(words(12, seq), seq_id=seq)
-        return ctx
-
-    more = LlamaBatch()
-    for seq in batch:
-        more.add_sequence(words(100, 50 + seq), seq, start=12)
-    ctx = abort_once(make, more)
-    try:
-        ctx.decode([9], seq_id=victim)
-    except DecodeError:
-        # Its state may have been under way to another cell: then it says so, and can be cured.
-        ctx.clear_kv_cache_seq(victim)
-        ctx.decode(words(12, victim), seq_id=victim)
-        ctx.decode([9], seq_id=victim)
-    assert differ(ctx.logits(), fresh_logits(name, [*words(12, victim), 9])) < RIGHT
 
 
 @pytest.mark.hazard("N4")
@@ -246,14 +169,6 @@ def test_a_state_that_has_no_room_beside_forks_breaks_nothing(
 # Encoders ---------------------------------------------------------------------------
 
 
-@pytest.mark.hazard("N6")
-def test_encoder_output_is_never_pooled(make_context: MakeContext) -> None:
-    for pooling in ("mean", "cls", "last", "rank"):
-        for embeddings in (True, False):
-            with pytest.raises(ContextCreateError, match="pool"):
-                make_context("t5", pooling_type=pooling, embeddings=embeddings)
-
-
 @pytest.mark.hazard("N5")
 def test_copy_between_sequences_of_different_inputs_cannot_go_on(make_context: MakeContext) -> None:
     ctx = make_context("t5")
@@ -279,10 +194,3 @@ def test_encoding_leaves_no_logits(make_context: MakeContext) -> None:
         ctx.logits()
         ctx.clear_kv_cache()
         ctx.encode(words(5))
-
-
-@pytest.mark.hazard("N9")
-@pytest.mark.parametrize("name", ["llama", "bert"])
-def test_rank_needs_a_classifier(make_context: MakeContext, name: str) -> None:
-    with pytest.raises(ContextCreateError, match="classifier"):
-        make_context(name, embeddings=True, pooling_type="rank")

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from binding.test_threads import aborted
 from memory.kit import apart
 from pykvcache import SequenceState
-from pykvcache.errors import ClosedError, UnsupportedOperation
+from pykvcache.errors import ClosedError, DecodeAborted, UnsupportedOperation
 from state.kit import CASES, WORDS, next_logits
 from support.models import RIGHT
 
@@ -83,7 +82,11 @@ def test_a_state_taken_during_decodes_is_consistent(
 def test_the_rest_of_an_aborted_decode_is_not_saved_but_replaced(
     make_context: ContextFactory, fresh_logits: FreshLogits, tmp_path: Path
 ) -> None:
-    ctx, _ = aborted(make_context, "mamba", n_batch=4096, n_ubatch=64)
+    ctx = make_context("mamba")
+    ctx.decode(WORDS[:20], seq_id=1)
+    ctx.native.abort_at(30)
+    with pytest.raises(DecodeAborted):
+        ctx.decode(WORDS)
     calls: tuple[Callable[[], object], ...] = (
         lambda: ctx.sequence_state(0),
         lambda: ctx.save_sequence(tmp_path / "a", 0),

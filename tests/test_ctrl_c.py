@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from binding.conftest import Child, child
 from memory.kit import Logits, apart
 from pykvcache import LlamaContext, LlamaSequence, PrefixCache
 from pykvcache.sequence.pool import pool_of
+from support.children import child
 from support.models import RIGHT
-
-__all__ = ["child"]  # the fixture
 
 Make = Callable[..., LlamaContext]
 Fresh = Callable[..., Logits]
@@ -134,7 +132,7 @@ print(sorted(waits)[len(waits) // 2])
 
 @pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "step35", "jamba"])
 def test_everything_goes_on_after_interrupts_at_any_time(
-    name: str, child: Child, model: Any, tmp_path: Path
+    name: str, model: Any, tmp_path: Path
 ) -> None:
     done = child(PROGRAM, model(name).path, tmp_path, TIMES, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -256,7 +254,7 @@ def test_where_it_is_ignored_nothing_happens(ctx: LlamaContext) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-def test_where_it_ends_the_process_it_does_so_at_once(child: Child, model: Any) -> None:
+def test_where_it_ends_the_process_it_does_so_at_once(model: Any) -> None:
     code = """
 import os, signal, sys, threading
 from pykvcache import LlamaContext, LlamaModel, LlamaSequence

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from binding.conftest import Child, assert_quiet, child
+from support.children import assert_quiet, child
 from support.examples import some
-
-__all__ = ["child"]  # the fixture
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 
@@ -97,13 +95,13 @@ ENDS = {
 
 @pytest.mark.hazard("F1", "F2")
 @pytest.mark.parametrize("end", some(ENDS, "leaves", "drops"))
-def test_the_child_refuses_and_the_parent_goes_on(child: Child, model: Any, end: str) -> None:
+def test_the_child_refuses_and_the_parent_goes_on(model: Any, end: str) -> None:
     code = START + "pid = os.fork()\nif pid == 0:" + REFUSED + OWN + "    " + ENDS[end]
     code += "\nassert code_of(pid) == 0\n" + GOES_ON
     assert_quiet(child(code, model("llama").path, timeout=60))
 
 
-def test_a_fork_while_other_threads_are_at_work_does_not_hang(child: Child, model: Any) -> None:
+def test_a_fork_while_other_threads_are_at_work_does_not_hang(model: Any) -> None:
     work = """
 stop = False
 def decode():
@@ -129,7 +127,7 @@ assert codes == [0] * 8, codes
     assert_quiet(child(START + work + GOES_ON, model("llama").path, timeout=60))
 
 
-def test_workers_of_multiprocessing_refuse_what_they_inherit(child: Child, model: Any) -> None:
+def test_workers_of_multiprocessing_refuse_what_they_inherit(model: Any) -> None:
     work = """
 import multiprocessing
 def use(_):

@@ -26,6 +26,7 @@ from pykvcache import (
 )
 from pykvcache.arrays import KVCache, RotatingKVCache
 from pykvcache.kv import LayerKV, LayerState, RecurrentState, SequenceKV, to_caches
+from pykvcache.sampling import SETTINGS
 from pykvcache.state import ContextState, Fingerprint, PartialState
 
 N_SEQ = 4
@@ -96,18 +97,10 @@ def grammars(rng: Random) -> Any:
 MESSAGES = [{"role": "user", "content": "hi"}]
 TEMPLATES = ["{{ messages[0].content }}", "{{ 1 / 0 }}", "{% for", "{{ ''.__class__ }}", "x"]
 
-FLAGS = ["kv_unified", "swa_full", "embeddings", "offload_kqv", "op_offload", "no_perf"]
-FLAGS += ["mapped", "convert", "logits", "logits_all", "special", "add_special", "parse_special"]
-FLAGS += ["keep_logits", "reevaluate", "vocab_only", "check_tensors", "use_extra_bufts"]
-FLAGS += ["add_generation_prompt", "strict", "partial", "parallel_tool_calls"]
-FRACTIONS = ["temperature", "top_p", "min_p", "repeat_penalty"]
-FRACTIONS += ["frequency_penalty", "presence_penalty"]
-FRACTIONS += ["typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold", "dry_multiplier"]
-FRACTIONS += ["dry_base", "mirostat_tau", "mirostat_eta", "adaptive_target", "adaptive_decay"]
+FRACTIONS = [name for name, setting in SETTINGS.items() if setting.kind is float]
 FRACTIONS += ["yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"]
-COUNTS = ["top_k", "penalty_last_n", "seed", "yarn_orig_ctx"]
-COUNTS += ["dry_allowed_length", "dry_last_n", "mirostat", "first"]
-COUNTS += ["n_gpu_layers", "split_mode", "main_gpu"]
+COUNTS = [name for name, setting in SETTINGS.items() if setting.kind is int]
+COUNTS += ["seed", "yarn_orig_ctx", "first", "n_gpu_layers", "split_mode", "main_gpu"]
 
 NAMED: Mapping[str, Callable[[Random], Any]] = {
     "devices": lambda r: r.choice([None, None, [], ["CPU"], ["CUDA0"], "CPU", [1], 3]),
@@ -207,7 +200,6 @@ NAMED: Mapping[str, Callable[[Random], Any]] = {
     "n_tokens": lambda r: r.choice([None, r.randrange(40)]),
     "window_size": lambda r: r.choice([None, 1, 32, 0, -1]),
     "part": lambda r: r.choice([None, "attention", "window", "recurrent", "x"]),
-    **dict.fromkeys(FLAGS, lambda r: r.random() < 0.5),
     **dict.fromkeys(FRACTIONS, lambda r: r.choice([0.0, 0.5, 1.0, -1.0, 3.0, 1e30])),
     **dict.fromkeys(COUNTS, lambda r: r.choice([0, 1, 40, -1, MAX])),
 }
@@ -271,7 +263,7 @@ class Arguments:
     def objects(self) -> list[Any]:
         return [one for pool in self.pool.values() for one in pool] + self.closed[-5:]
 
-    def argument(self, name: str, plausible: bool) -> Any:
+    def argument(self, name: str, plausible: bool, default: object) -> Any:
         rng = self.rng
         if not plausible and name not in NAMED_ONLY:
             return values.hostile(rng, self.objects())
@@ -279,6 +271,8 @@ class Arguments:
             return MADE[name](self)
         if name in NAMED:
             return NAMED[name](rng)
+        if isinstance(default, bool):
+            return rng.random() < 0.5
         return values.hostile(rng, self.objects())
 
     def batch(self) -> LlamaBatch:
@@ -404,7 +398,7 @@ class Arguments:
             if not required and p.name != "capacity" and rng.random() < 0.5:
                 continue
             name = OTHER_NAMES.get((method, p.name), p.name)
-            value = self.argument(name, rng.random() >= wild)
+            value = self.argument(name, rng.random() >= wild, p.default)
             if required and p.kind is not p.KEYWORD_ONLY:
                 args.append(value)
             else:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from binding.kit import differ
 from pykvcache import (
     LLM,
     BatchGenerator,
@@ -69,10 +70,6 @@ def with_adapters(model: LlamaModel, adapters: Any, tokens: NDArray[np.int32] = 
         return ctx.logits()
 
 
-def differ(a: Logits, b: Logits) -> float:
-    return float(np.abs(a - b).max())
-
-
 def test_an_adapter_does_what_merged_weights_do(folder: Path, name: str) -> None:
     model, one, two = load(folder, name)
     base = fresh(make_model(name, folder))
@@ -82,7 +79,6 @@ def test_an_adapter_does_what_merged_weights_do(folder: Path, name: str) -> None
         right = fresh(write_merged(folder / f"{name}-merged{k}.gguf", name, merged))
         assert differ(base, right) > WRONG
         assert differ(with_adapters(model, given), right) < RIGHT
-    model.close()
 
 
 def test_paths_are_loaded(folder: Path) -> None:
@@ -147,7 +143,6 @@ def test_a_switch_empties_the_memory_and_forgets_logits(folder: Path, name: str)
         ctx.set_adapters([two])
         ctx.decode(PROMPT)
         assert differ(ctx.logits(), right) < RIGHT
-    model.close()
 
 
 def test_sequences_evaluate_again_after_a_switch(folder: Path, name: str) -> None:
@@ -167,7 +162,6 @@ def test_sequences_evaluate_again_after_a_switch(folder: Path, name: str) -> Non
                 copy.sync(PROMPT)
                 assert differ(copy.logits(), wanted) < RIGHT
                 copy.close()
-    model.close()
 
 
 @pytest.mark.parametrize("keep_logits", [False, True])
@@ -197,7 +191,6 @@ def test_a_prefix_cache_never_mixes_adapters(folder: Path, name: str, keep_logit
             with cache.sequence(PROMPT) as sequence:
                 assert sequence.reuse.evaluated == len(PROMPT)
         cache.close()
-    model.close()
 
 
 def test_tiers_keep_adapters_apart(folder: Path, tmp_path: Path, name: str) -> None:
@@ -210,7 +203,6 @@ def test_tiers_keep_adapters_apart(folder: Path, tmp_path: Path, name: str) -> N
                 assert (sequence.reuse.evaluated < len(PROMPT)) == known
                 assert (differ(sequence.logits(), right) < RIGHT) == bool(given)
             cache.close()
-    model.close()
 
 
 def test_states_of_other_adapters_are_refused(folder: Path, tmp_path: Path, name: str) -> None:
@@ -230,7 +222,6 @@ def test_states_of_other_adapters_are_refused(folder: Path, tmp_path: Path, name
         ctx.decode([7], seq_id=1)
         found = ctx.logits()
     assert differ(found, with_adapters(model, [one], np.append(PROMPT, np.int32(7)))) < RIGHT
-    model.close()
 
 
 def test_requests_continue_with_new_adapters(folder: Path, name: str) -> None:
@@ -250,7 +241,6 @@ def test_requests_continue_with_new_adapters(folder: Path, name: str) -> None:
                 wanted = list(alone.generate(12 - len(known)))
                 assert handle.tokens[len(known) :].tolist() == wanted, handle.finish_reason
                 alone.close()
-    model.close()
 
 
 def test_an_adapter_lives_as_long_as_a_context_uses_it(folder: Path) -> None:
@@ -297,14 +287,9 @@ def test_files_that_are_not_adapters_are_refused(folder: Path, tmp_path: Path) -
         with pytest.raises(ModelLoadError):
             model.load_control_vector(path)
     for call in (model.load_adapter, model.load_control_vector):
-        with pytest.raises(ModelLoadError):
-            call(tmp_path / "missing.gguf")
-        with pytest.raises(ModelLoadError):
-            call(tmp_path)
-    model.close()
-    for call in (model.load_adapter, model.load_control_vector):
-        with pytest.raises(ClosedError):
-            call(tmp_path / "y.gguf")
+        for path in (tmp_path / "missing.gguf", tmp_path):
+            with pytest.raises(ModelLoadError):
+                call(path)
 
 
 def test_damaged_adapters_never_end_the_process(folder: Path, tmp_path: Path) -> None:
@@ -328,7 +313,7 @@ def test_damaged_adapters_never_end_the_process(folder: Path, tmp_path: Path) ->
 
 def test_wrong_adapters_are_refused_with_nothing_changed(folder: Path) -> None:
     model, one, _ = load(folder, "llama")
-    other, foreign, _ = load(folder, "llama")
+    _, foreign, _ = load(folder, "llama")
     with LlamaContext(model, n_ctx=256, adapters=[one], **EXACT) as ctx:
         ctx.decode(PROMPT)
         right = ctx.logits()
@@ -353,7 +338,6 @@ def test_wrong_adapters_are_refused_with_nothing_changed(folder: Path) -> None:
     for values in (np.zeros(3), np.full((2, 4), np.nan), np.ones((2, 4)), np.zeros((1, 4))):
         with pytest.raises(ArgumentError):
             ControlVector(values)
-    other.close()
 
 
 def test_a_model_without_weights_has_no_adapters(folder: Path) -> None:

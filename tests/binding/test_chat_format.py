@@ -7,16 +7,13 @@ llama.cpp has to read them, too.
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pykvcache import LlamaModel, Sampler, embedded_model_path
+from pykvcache import LlamaModel, Sampler
 from pykvcache.errors import (
     ArgumentError,
     ChatParseError,
@@ -24,25 +21,18 @@ from pykvcache.errors import (
     GrammarError,
     UnsupportedOperation,
 )
-from support.chat_formats import ANSWERS, CLOCK, TOOLS, Answer
+from support.chat_formats import (
+    ANSWERS,
+    CLOCK,
+    TEMPLATES,
+    TOOLS,
+    Answer,
+    needs_templates,
+    source,
+)
+from support.children import child
 
 pytest.importorskip("jinja2")
-
-TEMPLATES = Path(__file__).parents[2] / "vendor" / "llama.cpp" / "models" / "templates"
-needs_templates = pytest.mark.skipif(
-    not TEMPLATES.is_dir(),
-    reason="vendor/llama.cpp has no templates: python vendor/fetch.py --force",
-)
-
-
-@pytest.fixture(scope="module")
-def vocab() -> Any:
-    with LlamaModel(embedded_model_path(), vocab_only=True) as model:
-        yield model
-
-
-def source(name: str) -> str:
-    return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 def format_of(vocab: LlamaModel, answer: Answer, **more: Any) -> Any:
@@ -95,15 +85,17 @@ PLAIN = (
 )
 
 
+HERMES = "Qwen-Qwen2.5-7B-Instruct"
+
+
 @pytest.fixture(scope="module")
-def hermes(vocab: Any) -> Callable[..., Any]:
-    """``hermes(text, ...)``: the message that a text is, in the format of Qwen 2.5."""
+def hermes(vocab: LlamaModel) -> Callable[..., Any]:
+    """``hermes(...)``: the format of Qwen 2.5 with two tools."""
 
-    def parse(text: Any, *, tools: Any = TOOLS, **more: Any) -> Any:
-        template = source("Qwen-Qwen2.5-7B-Instruct")
-        return vocab.parse_chat(text, tools=tools, template=template, **more)
+    def form(**more: Any) -> Any:
+        return vocab.chat_format(tools=TOOLS, template=source(HERMES), **more)
 
-    return parse
+    return form
 
 
 def call(arguments: str, name: str = "get_weather") -> str:
@@ -118,7 +110,7 @@ def test_without_tools_all_is_content(vocab: LlamaModel) -> None:
 
 
 @needs_templates
-def test_tokens_are_read_with_the_token_that_ends_them(vocab: LlamaModel, hermes: Any) -> None:
+def test_tokens_are_read_with_the_token_that_ends_them(vocab: LlamaModel) -> None:
     text = call('{"place": "Paris"}')
     tokens = [*vocab.tokenize(text, add_special=False), vocab.token_eos]
     for given in (
@@ -126,21 +118,20 @@ def test_tokens_are_read_with_the_token_that_ends_them(vocab: LlamaModel, hermes
         text,
         text + vocab.token_to_piece(vocab.token_eos, special=True).decode(),
     ):
-        (one,) = hermes(given).tool_calls
+        (one,) = vocab.parse_chat(given, tools=TOOLS, template=source(HERMES)).tool_calls
         assert (one.name, one.arguments) == ("get_weather", {"place": "Paris"})
 
 
 @needs_templates
 def test_a_message_goes_back_into_the_template(vocab: LlamaModel, hermes: Any) -> None:
-    message = hermes("I look.\n" + call('{"place": "Paris"}'))
-    given = message.to_dict()
+    given = hermes().parse("I look.\n" + call('{"place": "Paris"}')).to_dict()
     assert given["tool_calls"][0]["function"] == {
         "name": "get_weather",
         "arguments": {"place": "Paris"},
     }
     text = vocab.apply_chat_template(
         [{"role": "user", "content": "Hi"}, given],
-        template=source("Qwen-Qwen2.5-7B-Instruct"),
+        template=source(HERMES),
         tools=TOOLS,
         add_generation_prompt=False,
     )
@@ -149,47 +140,23 @@ def test_a_message_goes_back_into_the_template(vocab: LlamaModel, hermes: Any) -
 
 @needs_templates
 @pytest.mark.parametrize(
-    ("arguments", "why"),
+    ("text", "why"),
     [
-        ('{"days": 3}', "lacks 'place'"),
-        ('{"place": 3}', "place must be of type string, but is 3"),
-        ('{"place": "Paris", "days": 1.5}', "days must be of type integer"),
-        ('{"place": "Paris"', "not a message"),
-        ('{"place": Paris}', "not a message"),
-        ("[]", "lacks 'place'|not a JSON object|not a message"),
+        (call('{"days": 3}'), "lacks 'place'"),
+        (call('{"place": 3}'), "place must be of type string, but is 3"),
+        (call('{"place": "Paris", "days": 1.5}'), "days must be of type integer"),
+        (call('{"place": "Paris"'), "not a message"),
+        (call('{"place": Paris}'), "not a message"),
+        (call("[]"), "lacks 'place'|not a JSON object|not a message"),
+        (call('{"place": "Paris"}', "get_rain"), "not a message|get_rain"),
     ],
 )
-def test_wrong_arguments_are_an_error_with_the_text(hermes: Any, arguments: str, why: str) -> None:
-    text = call(arguments)
+def test_wrong_arguments_are_an_error_with_the_text(hermes: Any, text: str, why: str) -> None:
     with pytest.raises(ChatParseError, match=why) as caught:
-        hermes(text)
-    assert caught.value.text == text
-    again = pickle.loads(pickle.dumps(caught.value))
-    assert (again.text, str(again)) == (text, str(caught.value))
-    assert hermes(text, partial=True).content == ""
-    with pytest.raises(ChatParseError):
-        hermes(call('{"place": "Paris"}', "get_rain"))
-
-
-@needs_templates
-def test_a_call_of_tool_choice_none_is_text(vocab: LlamaModel) -> None:
-    template = source("Qwen-Qwen2.5-7B-Instruct")
-    form = vocab.chat_format(tools=TOOLS, tool_choice="none", template=template)
-    assert form.grammar is None
-    message = form.parse(call('{"place": "Paris"}'))
-    assert message.tool_calls == ()
-    assert "get_weather" in message.content
-
-
-@needs_templates
-def test_one_tool_by_name_is_required(vocab: LlamaModel) -> None:
-    template = source("Qwen-Qwen2.5-7B-Instruct")
-    choice = {"type": "function", "function": {"name": "clock"}}
-    form = vocab.chat_format(tools=TOOLS, tool_choice=choice, template=template)
-    assert form.triggers is None
-    assert "get_weather" not in form.grammar
-    (one,) = form.parse(call('{"zone": "CET"}', "clock")).tool_calls
-    assert one.arguments == {"zone": "CET"}
+        hermes().parse(text)
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert (error.text, str(error)) == (text, str(caught.value))
+    assert hermes().parse(text, partial=True).content == ""
 
 
 def sampled(sampler: Sampler, vocab: LlamaModel, text: str) -> bool:
@@ -202,19 +169,52 @@ def sampled(sampler: Sampler, vocab: LlamaModel, text: str) -> bool:
     return True
 
 
+def allows(vocab: LlamaModel, form: Any, text: str) -> bool:
+    return sampled(Sampler(temperature=0, chat_format=form, model=vocab), vocab, text)
+
+
+ONE, OTHER = call('{"place": "Rome"}'), call('{"zone": "CET"}', "clock")
+TWO = f"{ONE}\n{ONE}"
+BY_NAME = {"type": "function", "function": {"name": "get_weather"}}
+
+
 @needs_templates
-def test_a_lazy_grammar_begins_at_the_call(vocab: LlamaModel) -> None:
-    template = source("Qwen-Qwen2.5-7B-Instruct")
-    form = vocab.chat_format(tools=TOOLS, template=template)
-    assert form.triggers
+@pytest.mark.parametrize(
+    ("options", "allowed", "refused", "calls"),
+    [
+        # A lazy grammar begins at the call.
+        ({}, ['Any text {"at": all} <tool_', f"I look. {ONE}"], ['I look. <tool_call>\n{"x'], 2),
+        ({}, [ONE, TWO], ["I look. " + call('{"town": "Paris"}')], 2),
+        ({"parallel_tool_calls": False}, [ONE], [TWO], 1),
+        # A required call comes first, and one by name alone.
+        ({"tool_choice": "required"}, [f"{ONE}\n{OTHER}", TWO], [f"I look. {ONE}"], 2),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, [ONE], [TWO], 1),
+        ({"tool_choice": BY_NAME}, [ONE], [OTHER, TWO], 1),
+    ],
+)
+def test_a_grammar_allows_the_calls_that_were_chosen(
+    vocab: LlamaModel, hermes: Any, options: Any, allowed: list[str], refused: list[str], calls: int
+) -> None:
+    form = hermes(**options)
+    assert bool(form.triggers) == ("tool_choice" not in options)
+    assert [allows(vocab, form, text) for text in allowed] == [True] * len(allowed)
+    assert [allows(vocab, form, text) for text in refused] == [False] * len(refused)
+    found = form.parse(TWO).tool_calls
+    assert [one.arguments for one in found] == [{"place": "Rome"}] * calls
 
-    def sampler() -> Sampler:
-        return Sampler(temperature=0, chat_format=form, model=vocab)
 
-    assert sampled(sampler(), vocab, 'Any text {"at": all} <tool_')
-    assert sampled(sampler(), vocab, "I look. " + call('{"place": "Paris"}'))
-    assert not sampled(sampler(), vocab, "I look. " + call('{"town": "Paris"}'))
-    one = sampler()
+@needs_templates
+def test_a_call_of_tool_choice_none_is_text(hermes: Any) -> None:
+    form = hermes(tool_choice="none")
+    assert form.grammar is None
+    message = form.parse(ONE)
+    assert message.tool_calls == ()
+    assert "get_weather" in message.content
+
+
+@needs_templates
+def test_a_copy_is_as_far_in_the_call(vocab: LlamaModel, hermes: Any) -> None:
+    one = Sampler(temperature=0, chat_format=hermes(), model=vocab)
     assert sampled(one, vocab, "I look. <tool_call>\n")
     copied = one.clone()
     assert not sampled(one, vocab, "nonsense")
@@ -224,47 +224,12 @@ def test_a_lazy_grammar_begins_at_the_call(vocab: LlamaModel) -> None:
 
 
 @needs_templates
-def test_a_required_call_comes_first_and_one_by_name_alone(vocab: LlamaModel) -> None:
-    def allows(choice: Any, text: str) -> bool:
-        template = source("Qwen-Qwen2.5-7B-Instruct")
-        form = vocab.chat_format(tools=TOOLS, tool_choice=choice, template=template)
-        return sampled(Sampler(temperature=0, chat_format=form, model=vocab), vocab, text)
-
-    one, named = call('{"place": "Rome"}'), {"function": {"name": "get_weather"}}
-    assert allows("required", f"{one}\n{one}")
-    assert not allows("required", f"I look. {one}")
-    assert allows(named, one)
-    assert not allows(named, f"{one}\n{one}")
-
-
-@needs_templates
-@pytest.mark.parametrize("choice", ["auto", "required"])
-def test_without_parallel_calls_there_is_one(vocab: LlamaModel, choice: Any) -> None:
-    one = call('{"place": "Rome"}')
-    for parallel in (True, False):
-        form = vocab.chat_format(
-            tools=TOOLS,
-            tool_choice=choice,
-            parallel_tool_calls=parallel,
-            template=source("Qwen-Qwen2.5-7B-Instruct"),
-        )
-        assert len(form.parse(f"{one}\n{one}").tool_calls) == 1 + parallel
-        for text, is_allowed in ((one, True), (f"{one}\n{one}", parallel)):
-            sampler = Sampler(temperature=0, chat_format=form, model=vocab)
-            assert sampled(sampler, vocab, text) is is_allowed
-
-
-@needs_templates
 def test_a_schema_holds_the_content_after_the_reasoning(vocab: LlamaModel) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     form = vocab.chat_format(json_schema=schema, template=source("Qwen-Qwen3-0.6B"))
     text = '<think>\nHow many?\n</think>\n\n{"n": 3}'
-    assert sampled(Sampler(temperature=0, chat_format=form, model=vocab), vocab, text)
-    assert not sampled(
-        Sampler(temperature=0, chat_format=form, model=vocab),
-        vocab,
-        "<think>\n?\n</think>\n\nThree",
-    )
+    assert allows(vocab, form, text)
+    assert not allows(vocab, form, "<think>\n?\n</think>\n\nThree")
     message = form.parse(text)
     assert (message.reasoning.strip(), message.content.strip()) == ("How many?", '{"n": 3}')
 
@@ -351,11 +316,5 @@ thread.join()
 
 @needs_templates
 def test_no_nesting_ends_the_process() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", DEEP, str(TEMPLATES)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[1],
-    )
+    done = child(DEEP, TEMPLATES)
     assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr[-1000:]

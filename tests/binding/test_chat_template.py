@@ -11,8 +11,6 @@ import hashlib
 import json
 import os
 import pickle
-import subprocess
-import sys
 from datetime import datetime, tzinfo
 from enum import Enum
 from pathlib import Path
@@ -25,6 +23,8 @@ import pytest
 from binding.kit import with_keys
 from pykvcache import LlamaModel
 from pykvcache.errors import ArgumentError, ChatTemplateError
+from support.chat_formats import needs_templates, source
+from support.children import child
 from support.conversations import CONVERSATIONS, NOW, TOKENS, Conversation
 from support.models import make_model
 
@@ -64,49 +64,60 @@ def test_a_model_renders_its_own_template(model_folder: Path, tmp_path: Path) ->
         assert one.apply_chat_template(MESSAGES, template="other") == "other"
 
 
-def test_messages_without_a_role_or_a_template_are_refused(model: Any) -> None:
-    """A template leaves it out without a word, and the answer is to nothing."""
-    for wrong in ({"rol": "user", "content": "Hi"}, {}, {"role": None, "content": "Hi"}):
-        with pytest.raises(ValueError, match=r"messages\[2\] has no 'role': its keys are"):
-            model("llama").apply_chat_template([*MESSAGES, wrong], template=TEMPLATE)
-    with pytest.raises(TypeError, match=r"'role' of messages\[0\] must be a str, not int"):
-        model("llama").apply_chat_template([{"role": 1}], template=TEMPLATE)
-    for wrong in ("Hi", ["Hi"], [None], None, {"role": "user"}):
-        with pytest.raises(TypeError, match="sequence of mappings with 'role'"):
-            model("llama").apply_chat_template(wrong, template=TEMPLATE)
-    for wrong in (5, b"x", ["x"]):
-        with pytest.raises(TypeError):
-            model("llama").apply_chat_template(MESSAGES, template=wrong)
+NO_CONTENT = r"messages\[2\] has neither 'content' nor 'tool_calls': its keys are 'role'"
+NO_ROLE = r"messages\[2\] has no 'role': its keys are"
+REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
+    # Most templates render these to an empty turn, and the answer is to nothing.
+    *(
+        ([*MESSAGES, wrong], TEMPLATE, ArgumentError, NO_ROLE)
+        for wrong in ({"rol": "user", "content": "Hi"}, {}, {"role": None, "content": "Hi"})
+    ),
+    *(
+        ([*MESSAGES, {"role": "user", **wrong}], TEMPLATE, ArgumentError, NO_CONTENT + more)
+        for wrong, more in (
+            ({"text": "hi"}, ", 'text'$"),
+            ({"contents": "hi"}, ""),
+            ({"content": None, "tool_calls": None}, ""),
+        )
+    ),
+    ([{"role": 1}], TEMPLATE, TypeError, r"'role' of messages\[0\] must be a str, not int"),
+    *(
+        (wrong, TEMPLATE, TypeError, "sequence of mappings with 'role'")
+        for wrong in ("Hi", ["Hi"], [None], None, {"role": "user"})
+    ),
+    *((MESSAGES, wrong, TypeError, "template must be text") for wrong in (5, b"x", ["x"])),
+    (MESSAGES, None, ArgumentError, "no chat template"),
+    *(
+        (MESSAGES, template, ChatTemplateError, "template")
+        for template in (
+            "{% for",
+            "{{ 1 / 0 }}",
+            "{{ nothing.at.all }}",
+            "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+            "{% for i in range(10 ** 9) %}a{% endfor %}",
+            "{{ 'x' | nosuchfilter }}",
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("messages", "template", "error", "said"), REFUSED)
+def test_messages_and_templates_that_say_nothing_are_refused(
+    model: Any, messages: Any, template: Any, error: type[Exception], said: str
+) -> None:
     assert model("llama").chat_template is None
-    with pytest.raises(ValueError, match="no chat template"):
-        model("llama").apply_chat_template(MESSAGES)
+    with pytest.raises(error, match=said) as caught:
+        model("llama").apply_chat_template(messages, template=template)
+    if said.startswith("messages"):
+        assert caught.value.what == "messages[2]"  # type: ignore[attr-defined]
 
 
 def test_a_template_may_refuse_the_messages(model: Any) -> None:
     messages = [*MESSAGES, {"role": "system", "content": ""}]
     with pytest.raises(ChatTemplateError, match="system comes first") as caught:
         model("llama").apply_chat_template(messages, template=TEMPLATE)
-    assert caught.value.reason == "refused"
-    again = pickle.loads(pickle.dumps(caught.value))
-    assert (again.reason, str(again)) == ("refused", str(caught.value))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"role": "user", "text": "hi"},
-        {"role": "user", "contents": "hi"},
-        {"role": "assistant", "content": None, "tool_calls": None},
-    ],
-)
-def test_a_message_without_content_is_refused(model: Any, wrong: dict[str, Any]) -> None:
-    """Most templates render it to an empty turn, and the answer is to nothing."""
-    expected = r"messages\[2\] has neither 'content' nor 'tool_calls': its keys are 'role'"
-    with pytest.raises(ArgumentError, match=expected) as caught:
-        model("llama").apply_chat_template([*MESSAGES, wrong], template=TEMPLATE)
-    assert caught.value.what == "messages[2]"
-    if "text" in wrong:
-        assert str(caught.value).endswith("'role', 'text'")
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert (error.reason, str(error)) == ("refused", str(caught.value))
 
 
 @pytest.mark.hazard("N35")
@@ -128,22 +139,6 @@ def test_a_hostile_template_gets_out_nothing(model: Any, template: str) -> None:
     assert "class" not in text
     assert "globals" not in text
     assert messages == MESSAGES
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for",
-        "{{ 1 / 0 }}",
-        "{{ nothing.at.all }}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "{% for i in range(10 ** 9) %}a{% endfor %}",
-        "{{ 'x' | nosuchfilter }}",
-    ],
-)
-def test_a_broken_template_is_a_value_error(model: Any, template: str) -> None:
-    with pytest.raises(ChatTemplateError, match="template"):
-        model("llama").apply_chat_template(MESSAGES, template=template)
 
 
 SPECIAL = [{"role": "user", "content": "Größe <b>&amp;</b> 漢 'x'"}]
@@ -232,18 +227,13 @@ def test_without_jinja2_the_error_names_the_extra() -> None:
         "try: model.apply_chat_template([{'role': 'user', 'content': 'Hi'}])\n"
         "except ImportError as error: print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = child(code)
+    assert done.returncode == 0, done.stderr
     assert "pip install '.[chat]'" in done.stdout
 
 
 DIGESTS = Path(__file__).with_name("chat_digests.json")
-TEMPLATES = Path(__file__).parents[2] / "vendor" / "llama.cpp" / "models" / "templates"
 KNOWN = json.loads(DIGESTS.read_text(encoding="utf-8"))
-
-needs_templates = pytest.mark.skipif(
-    not TEMPLATES.is_dir(),
-    reason="vendor/llama.cpp has no templates: python vendor/fetch.py --force",
-)
 
 
 class Clock(datetime):
@@ -259,10 +249,6 @@ def at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-
-def source(name: str) -> str:
-    return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 def ours(template: str, one: Conversation) -> str:

@@ -9,11 +9,11 @@ import gguf
 import numpy as np
 import pytest
 
-from binding.conftest import Child, assert_quiet
 from binding.test_hostile import CALLS, SEED, run
 from pykvcache import LlamaContext, LlamaModel
 from pykvcache.errors import ContextCreateError, ModelLoadError
 from support.breaking import make_breaking
+from support.children import assert_quiet, child
 from support.models import MODELS, make_model, write_gguf
 from support.odd_models import stored
 from test_quantized_weights import quantized
@@ -43,12 +43,11 @@ def test_files_cut_short_or_with_a_zeroed_field_are_refused_or_used(
 
 
 def damaged(path: Path, name: str, keys: dict[str, Any]) -> Path:
-    """Write a generated model with changed keys; None removes a key."""
+    """Write a generated model with changed keys."""
     info = MODELS[name]
     words = info.vocab()
     plan = info.plan(info.sizes, len(words))
     plan.keys |= keys
-    plan.keys = {key: value for key, value in plan.keys.items() if value is not None}
     write_gguf(path, plan, words, 0)
     return path
 
@@ -87,17 +86,17 @@ def test_a_rotation_of_no_dimension_which_never_ends_is_refused(tmp_path: Path) 
 
 ON_WORKERS = """
 import sys
-WHY = "binary_op"
 from pykvcache import LlamaContext, LlamaModel
 from pykvcache.errors import InternalError
-model = LlamaModel(sys.argv[1])
-other = LlamaContext(LlamaModel(sys.argv[2]), n_ctx=256, n_threads=4)
+path, good, why = sys.argv[1:]
+model = LlamaModel(path)
+other = LlamaContext(LlamaModel(good), n_ctx=256, n_threads=4)
 for n_threads in (1, 2, 4, 20):  # 20: more threads than own slots for their position
     ctx = LlamaContext(model, n_ctx=256, n_threads=n_threads)
     for _ in range(3):
         for tokens in (range(5, 45), [5]):
             try: ctx.decode(tokens)
-            except InternalError as error: assert WHY in str(error) or "earlier" in str(error)
+            except InternalError as error: assert why in str(error) or "earlier" in str(error)
             else: raise AssertionError("not refused")
         ctx.clear_kv_cache()
         # The threads of the pool still work together.
@@ -110,24 +109,19 @@ model.close()
 
 
 @pytest.mark.hazard("N27")
-def test_an_assertion_in_all_compute_threads_is_an_internal_error(
-    child: Child, model_folder: Path, tmp_path: Path
+@pytest.mark.parametrize("threads", ["all", "one"])
+def test_an_assertion_in_compute_threads_is_an_internal_error(
+    model_folder: Path, tmp_path: Path, threads: str
 ) -> None:
-    # No kernel multiplies f32 by f16: every thread finds that out by itself, in the same step.
-    info, path = MODELS["llama"], tmp_path / "odd.gguf"
-    plan = info.plan(info.sizes, len(info.vocab()))
-    write_gguf(path, stored(plan, "blk.0.attn_norm.weight", np.float16), info.vocab(), 0)
-    assert_quiet(child(ON_WORKERS, path, make_model("llama", model_folder), timeout=60))
-
-
-ON_ONE = ON_WORKERS.replace("binary_op", "i01 >= 0")
-
-
-def test_an_assertion_in_one_compute_thread_stops_the_others(
-    child: Child, model_folder: Path, tmp_path: Path
-) -> None:
-    # A table from the file names experts that do not exist. Each thread looks at rows of its own,
-    # and those that have none wait at a barrier for the others.
-    path = make_breaking(tmp_path)
-    done = child(ON_ONE, path, make_model("llama", model_folder), timeout=60)
-    assert_quiet(done)
+    if threads == "all":
+        # No kernel multiplies f32 by f16: every thread finds that out, in the same step.
+        info, path = MODELS["llama"], tmp_path / "odd.gguf"
+        plan = info.plan(info.sizes, len(info.vocab()))
+        write_gguf(path, stored(plan, "blk.0.attn_norm.weight", np.float16), info.vocab(), 0)
+    else:
+        # A table from the file names experts that do not exist. Each thread looks at rows of its
+        # own, and those that have none wait at a barrier for the others.
+        path = make_breaking(tmp_path)
+    why = {"all": "binary_op", "one": "i01 >= 0"}[threads]
+    good = make_model("llama", model_folder)
+    assert_quiet(child(ON_WORKERS, path, good, why, timeout=60))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pykvcache import LlamaModel, Sampler, embedded_model_path
+from pykvcache import LlamaModel, Sampler
 from pykvcache._json_pattern import convertible_pattern
 from pykvcache._json_schema import schema_grammar, violation
 from pykvcache.errors import GrammarError
@@ -78,12 +78,6 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "required": ["space", "string", "root", "a b", "ü", 'q"', "x.y", "object-kv"],
     },
 }
-
-
-@pytest.fixture(scope="module")
-def vocab() -> Any:
-    with LlamaModel(embedded_model_path(), vocab_only=True) as model:
-        yield model
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from binding.conftest import Child, assert_quiet
 from binding.kit import differ, resident_bytes, words
 from pykvcache import LlamaContext, LlamaModel, Sampler
 from pykvcache.errors import ClosedError, ContextCreateError
+from support.children import assert_quiet, child
 from support.examples import some
 from support.models import EXACT, RIGHT
 
@@ -26,21 +26,33 @@ OPTIONS: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 4, "n_threads": 1, **EXACT
 
 #: Arguments for the methods that do not take integers.
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "decode": ([5],),
-    "encode": ([5],),
+    **dict.fromkeys(("decode", "encode", "detokenize"), ([5],)),
+    **dict.fromkeys(("load_adapter", "load_control_vector"), (__file__,)),
     "generate": ([5], 1),
     "kv_cache_seq_div": (0, None, None, 1),
     "set_n_threads": (1,),
     "set_state": (b"", 0),
+    "tokenize": ("a",),
 }
-#: What may be called on a closed context.
-ALWAYS = {"close", "abort"}
+#: What may be called on a closed object, and methods with tests of their own.
+OTHERS = {"close", "abort", "apply_chat_template", "chat_format", "parse_chat"}
+FACTS: dict[type, dict[str, Any]] = {
+    LlamaContext: {"n_ctx": 256, "n_seq_max": 4, "kv_unified": True, "is_closed": True},
+    LlamaModel: {"n_vocab": 320, "vocab_only": False, "is_closed": True},
+}
+USES: dict[type, list[Callable[[Any], object]]] = {
+    LlamaContext: [Sampler().sample],
+    LlamaModel: [
+        LlamaContext,
+        lambda model: model.apply_chat_template([], template="{{ bos_token }}"),
+    ],
+}
 
 
 def methods(kind: type) -> dict[str, tuple[Any, ...]]:
     found = {}
     for name, function in inspect.getmembers(kind, inspect.isfunction):
-        if name.startswith("_"):
+        if name.startswith("_") or name in OTHERS:
             continue
         required = [
             p
@@ -51,42 +63,33 @@ def methods(kind: type) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def properties(kind: type) -> list[str]:
-    return [n for n, _ in inspect.getmembers(kind, lambda v: isinstance(v, property))]
-
-
 @pytest.mark.hazard("D38", "L2")
-def test_every_method_of_a_closed_context_raises_closed_error(model: Any) -> None:
-    ctx = LlamaContext(model("llama"), **OPTIONS)
+@pytest.mark.parametrize("kind", FACTS)
+def test_a_closed_object_refuses_work_and_keeps_its_facts(path: Path, kind: Any) -> None:
+    model = LlamaModel(path)
+    ctx = LlamaContext(model, **OPTIONS)
     ctx.decode([5])
+    one = ctx if kind is LlamaContext else model
+    assert len(methods(LlamaContext)) > 20
+    assert repr(model) == f"<LlamaModel {model.path!r}: {model.description}>"
     for _ in range(3):
-        ctx.close()
-    assert ctx.is_closed
-    checked = 0
-    for name, args in methods(LlamaContext).items():
-        if name in ALWAYS:
-            continue
+        one.close()
+    for name, args in methods(kind).items():
         with pytest.raises(ClosedError):
-            list(getattr(ctx, name)(*args))  # a generator does nothing before it is asked
-        checked += 1
-    assert checked > 20
-    assert ctx.abort() is False
-    with pytest.raises(ClosedError):
-        Sampler().sample(ctx)
-
-
-def test_properties_of_a_closed_context_are_facts_or_errors(model: Any) -> None:
-    ctx = LlamaContext(model("llama"), **OPTIONS)
-    facts = {"n_ctx": 256, "n_seq_max": 4, "kv_unified": True, "is_closed": True}
-    ctx.close()
-    for name in properties(LlamaContext):
+            list(getattr(one, name)(*args))  # a generator does nothing before it is asked
+    for name, _ in inspect.getmembers(kind, lambda v: isinstance(v, property)):
         try:
-            value = getattr(ctx, name)
+            value = getattr(one, name)
         except ClosedError:
-            assert name not in facts
+            assert name not in FACTS[kind]
         else:
-            assert value == facts.get(name, value)
-    assert repr(ctx).endswith("(closed)>")
+            assert value == FACTS[kind].get(name, value)
+            assert not name.startswith(("token_", "add_"))
+    assert repr(one).endswith("(closed)>")
+    assert ctx.abort() is False
+    for use in USES[kind]:
+        with pytest.raises(ClosedError):
+            use(one)
 
 
 @pytest.mark.hazard("L1")
@@ -217,6 +220,13 @@ def run(code):
     assert failed is None, failed
 """
 
+ARRAYS = """
+from pykvcache.arrays import KVCache
+import numpy as np
+keys, _ = KVCache().update(np.ones((1, 1, 2, 4)), np.ones((1, 1, 2, 4)))
+assert keys.shape == (1, 1, 2, 4)
+"""
+
 REFUSED = """
 native = "__import__('pykvcache._native.lib')"
 for load in ("pykvcache.LlamaModel", "pykvcache.system_info", native):
@@ -238,7 +248,7 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
 @pytest.mark.skipif(
     FREE_THREADED, reason="NumPy for free-threaded interpreters cannot be used in a subinterpreter"
 )
-def test_the_import_says_so_once_and_the_array_caches_work(child: Child) -> None:
+def test_the_import_says_so_once_and_the_array_caches_work() -> None:
     code = """
 import warnings
 with warnings.catch_warnings(record=True) as seen:
@@ -246,17 +256,13 @@ with warnings.catch_warnings(record=True) as seen:
     import pykvcache
     assert [w.category for w in seen] == [RuntimeWarning]
     assert "subinterpreter" in str(seen[0].message)
-from pykvcache.arrays import KVCache
-import numpy as np
-keys, _ = KVCache().update(np.ones((1, 1, 2, 4)), np.ones((1, 1, 2, 4)))
-assert keys.shape == (1, 1, 2, 4)
 import pykvcache.simulate
 """
-    assert said(child(BEGIN + f"run({code!r}); print('end')")) == "end\n"
+    assert said(child(BEGIN + f"run({code + ARRAYS!r}); print('end')")) == "end\n"
 
 
 @pytest.mark.hazard("N37")
-def test_the_import_is_refused_and_the_main_interpreter_unharmed(child: Child) -> None:
+def test_the_import_is_refused_and_the_main_interpreter_unharmed() -> None:
     use = "assert model.detokenize(model.tokenize('Lucy has a red kite.')).strip()"
     code = f"""
 import pykvcache
@@ -282,30 +288,21 @@ for load in ("LlamaModel", "system_info", "LlamaModel"):
         assert "needs the GIL, and PYTHON_GIL=0" in str(error), error
     else:
         raise AssertionError(load)
-from pykvcache.arrays import KVCache
-import numpy as np
-keys, _ = KVCache().update(np.ones((1, 1, 2, 4)), np.ones((1, 1, 2, 4)))
-assert keys.shape == (1, 1, 2, 4)
-print("end")
 """
 
 
 @pytest.mark.hazard("N170")
-def test_without_the_gil_the_import_is_refused(
-    child: Child, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_gil_the_import_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend = "import sys, warnings; warnings.simplefilter('ignore')\n"
     if FREE_THREADED:
         monkeypatch.setenv("PYTHON_GIL", "0")
     else:  # another interpreter says the same of itself
         pretend += "sys._is_gil_enabled = lambda: False\n"
-    assert said(child(pretend + WITHOUT_GIL)) == "end\n"
+    assert_quiet(child(pretend + WITHOUT_GIL + ARRAYS))
 
 
 @pytest.mark.skipif(not FREE_THREADED, reason="for a free-threaded Python")
-def test_a_free_threaded_python_turns_the_gil_on(
-    child: Child, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_free_threaded_python_turns_the_gil_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHON_GIL", raising=False)
     code = "import sys, warnings; warnings.simplefilter('ignore')\n"
     code += "import pykvcache; pykvcache.system_info(); print(sys._is_gil_enabled())"
@@ -369,7 +366,7 @@ def work():
 
 @pytest.mark.hazard("L3")
 @pytest.mark.parametrize("end", some(ENDS, "nothing closed", "a cycle", "a suspended generator"))
-def test_the_interpreter_ends_quietly(child: Child, model: Any, end: str) -> None:
+def test_the_interpreter_ends_quietly(model: Any, end: str) -> None:
     done = child(START + ENDS[end], model("llama").path)
     assert_quiet(done)
 
@@ -381,9 +378,7 @@ def test_the_interpreter_ends_quietly(child: Child, model: Any, end: str) -> Non
 )
 @pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("work", DAEMONS)
-def test_the_interpreter_ends_under_working_daemons(
-    child: Child, model: Any, work: str, threads: int
-) -> None:
+def test_the_interpreter_ends_under_working_daemons(model: Any, work: str, threads: int) -> None:
     code = START + DAEMONS[work].replace("THREADS", str(threads))
     code += (
         "for _ in range(3): threading.Thread(target=work, daemon=True).start()\ntime.sleep(0.15)"

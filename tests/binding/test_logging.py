@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from binding.conftest import Child, assert_quiet
 from pykvcache import LlamaContext, LlamaModel
 from pykvcache.errors import ModelLoadError
+from support.children import assert_quiet, child
 
 
 @pytest.fixture
@@ -30,9 +30,7 @@ def use(path: Path) -> None:
         ctx.decode([5, 6])
 
 
-def test_a_program_that_does_not_ask_hears_nothing(
-    child: Child, path: Path, tmp_path: Path
-) -> None:
+def test_a_program_that_does_not_ask_hears_nothing(path: Path, tmp_path: Path) -> None:
     (tmp_path / "cut.gguf").write_bytes(path.read_bytes()[:200_000])
     code = """
 import sys

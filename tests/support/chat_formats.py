@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["ANSWERS", "CLOCK", "TOOLS", "WEATHER", "Answer"]
+import pytest
+
+__all__ = [
+    "ANSWERS",
+    "CLOCK",
+    "TEMPLATES",
+    "TOOLS",
+    "WEATHER",
+    "Answer",
+    "needs_templates",
+    "source",
+]
+
+TEMPLATES = Path(__file__).parents[2] / "vendor" / "llama.cpp" / "models" / "templates"
+needs_templates = pytest.mark.skipif(
+    not TEMPLATES.is_dir(),
+    reason="vendor/llama.cpp has no templates: python vendor/fetch.py --force",
+)
+
+
+def source(name: str) -> str:
+    """Return a template that comes with llama.cpp."""
+    return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 def tool(name: str, properties: dict[str, Any], required: list[str]) -> dict[str, Any]:

@@ -169,6 +169,8 @@ def test_a_file_that_another_chat_wrote_is_not_overwritten(
     assert said_in(ctx, path) == ["one", "of the first"]
     second.obey(f"/save {tmp_path / 'second.kv'}")
     assert said_in(ctx, tmp_path / "second.kv") == ["one", "of the second"]
+    second.end()
+    assert "not saved" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("n", [1, 10])

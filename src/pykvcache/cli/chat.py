@@ -277,7 +277,8 @@ class Chat:
         try:
             self._files.save(self.branch, self._session)
         except (OSError, KvCacheError) as error:  # the next turn may be saved
-            note(f"(this turn is not saved: {one_line(error)})")
+            if not self._files.has(self.branch):
+                note(f"(this turn is not saved: {one_line(error)})")
 
     def answer(
         self, line: str, max_tokens: int, sampler: Sampler, stop: tuple[str, ...] = ()

@@ -381,7 +381,7 @@ class Engine:
         """Count a request while it is queued or runs; refuse it if the queue is full."""
         if self._n_jobs >= self.llm.context.n_seq_max + self._max_waiting:
             raise ApiError(
-                429, f"the queue is full: {self._max_waiting} requests are waiting", retry_after=1
+                429, f"the queue is full (--max-waiting is {self._max_waiting})", retry_after=1
             )
         self._n_jobs += 1
         try:

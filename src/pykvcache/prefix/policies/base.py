@@ -44,7 +44,7 @@ class Policy:
         """Copy the history of a tail to its head, a new component that was split off in front."""
 
     def passed(self, component: Component) -> None:
-        """Note that a prompt diverged or ended within a node; the component is the part after."""
+        """Note that a prompt diverged or ended within a node; the component holds what follows."""
 
     def removing(self, component: Component, n_tokens: int) -> None:
         """Note that `n_tokens` of a component are about to be evicted; a state has none."""

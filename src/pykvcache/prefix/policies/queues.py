@@ -15,7 +15,7 @@ _GHOST_BYTES = 120
 
 
 class SLRU(ByPriority):
-    """Segmented LRU: a second use moves a component to a protected segment of 80 % of the budget.
+    """Segmented LRU: its first use moves a component to a protected segment of 80 % of the budget.
 
     New components are on probation and are evicted first. If the protected segment is too large,
     its least recently used components return to probation. Both segments are LRU.

@@ -72,10 +72,16 @@ def assert_right(one: Conversation) -> None:
 
 @pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be kind."}]])
 def test_a_full_chat_drops_turn_after_turn_by_shifts(
-    ctx: LlamaContext, system: list[dict[str, str]]
+    ctx: LlamaContext, system: list[dict[str, str]], tmp_path: Path
 ) -> None:
     one = Conversation(LlamaSequence(ctx), system)
-    figures = [turn(one, f"Tom has {i} dogs.") for i in range(40)]
+    figures, path = [], str(tmp_path / "chat.kv")
+    for i in range(40):
+        if i % 4 == 3:  # also after a restart
+            one.save(path)
+            one.sequence.close()
+            one = Conversation.load(ctx, path)
+        figures.append(turn(one, f"Tom has {i} dogs."))
     assert sum(each.dropped > 0 for each in figures) > 5
     assert max(each.evaluated for each in figures) < 150
     n = len(one.turns)

@@ -35,7 +35,7 @@ from pykvcache.cli.chat import Chat
 from pykvcache.cli.conversation import FORMAT, Conversation
 from pykvcache.errors import StateError, UnsupportedOperation
 from support.breaking import make_breaking
-from support.models import make_model
+from support.models import EXACT, make_model
 
 GREEDY = Sampler(temperature=0)
 Logits = NDArray[np.float32]
@@ -296,7 +296,7 @@ def test_text_and_tokens_match_the_messages_after_random_commands(
     rng, saved = random.Random(3), tmp_path / "saved.kv"
     with (
         LlamaModel(make_model(name, model_folder)) as model,
-        LlamaContext(model, n_ctx=256, n_seq_max=8, n_threads=1) as ctx,
+        LlamaContext(model, n_ctx=256, n_seq_max=8, n_threads=1, **EXACT) as ctx,
     ):
         chat = Chat(ctx, "Be kind.", str(tmp_path / "chat.kv"), template)
         chat.begin()
@@ -324,6 +324,6 @@ def test_text_and_tokens_match_the_messages_after_random_commands(
             is_shifted |= "dropped, the oldest" in capsys.readouterr().err
             if len(one.sequence) and not is_shifted:
                 with LlamaSequence(ctx, one.sequence.tokens) as fresh:
-                    assert np.allclose(one.sequence.logits(), fresh.logits(), atol=0.1)
+                    assert np.allclose(one.sequence.logits(), fresh.logits(), atol=1e-3)
         assert is_shifted
         chat.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Generator
 from dataclasses import dataclass, field
@@ -317,7 +318,13 @@ class Conversation:
         """Write it with the evaluated tokens; return the size of the file in bytes."""
         self._settle()
         # `state cut` keeps the metadata: the number shows that the tokens are fewer.
-        note = {"messages": self.messages, "text": self.text, "n_tokens": len(self.sequence)}
+        note = {
+            "messages": self.messages,
+            "text": self.text,
+            "n_tokens": len(self.sequence),
+            "marks": [[i, *mark] for i, mark in self.marks.items()],
+            "gap": self.gap,
+        }
         return self.sequence.save(path, self.metadata | {"messages": self.messages, FORMAT: note})
 
     @classmethod
@@ -358,6 +365,10 @@ class Conversation:
         one = cls(sequence, messages, metadata=metadata, template=template)
         if note and note.get("n_tokens", len(sequence)) == len(sequence):
             one.text = text
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                one.marks = _marks(note["marks"], len(text), len(sequence))
+                at, rest = note["gap"]
+                one.gap = int(at), str(rest)
             return one
         why = "the model has no template to render them"
         if has_template:
@@ -368,6 +379,13 @@ class Conversation:
                 why = str(error)
         sequence.close()
         raise StateError(f"{path}: its tokens are not those of its messages: {why}")
+
+
+def _marks(given: Any, n_text: int, n_tokens: int) -> dict[int, tuple[int, int]]:
+    marks = {int(i): (int(text), int(tokens)) for i, text, tokens in given}
+    if not all(0 <= a <= n_text and 0 <= b <= n_tokens for a, b in marks.values()):
+        raise ValueError("a mark is outside the text")
+    return marks
 
 
 def _messages(given: Any) -> list[dict[str, str]]:

@@ -362,6 +362,14 @@ class Conversation:
             sequence = LlamaSequence.load(ctx, path)
         except StateLayoutMismatch as error:
             raise _other_types(path, found, ctx) or error from None
+        except NoKvCacheSlot as error:
+            raise NoKvCacheSlot(
+                f"{path}: its {error.n_tokens} tokens do not fit into {error.n_cells} cells: give a "
+                "larger --n-ctx",
+                1,
+                n_tokens=error.n_tokens,
+                n_cells=error.n_cells,
+            ) from None
         one = cls(sequence, messages, metadata=metadata, template=template)
         if note and note.get("n_tokens", len(sequence)) == len(sequence):
             one.text = text

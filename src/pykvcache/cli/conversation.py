@@ -364,8 +364,8 @@ class Conversation:
             raise _other_types(path, found, ctx) or error from None
         except NoKvCacheSlot as error:
             raise NoKvCacheSlot(
-                f"{path}: its {error.n_tokens} tokens do not fit into {error.n_cells} cells: give a "
-                "larger --n-ctx",
+                f"{path}: its {error.n_tokens} tokens do not fit into {error.n_cells} cells: give "
+                "a larger --n-ctx",
                 1,
                 n_tokens=error.n_tokens,
                 n_cells=error.n_cells,

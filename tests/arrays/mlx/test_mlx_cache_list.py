@@ -10,10 +10,7 @@ from pykvcache.arrays import (
     ArraysCache,
     BatchKVCache,
     CacheList,
-    ChunkedKVCache,
     KVCache,
-    RotatingKVCache,
-    from_state,
 )
 from pykvcache.errors import CacheDTypeError, CacheValueError, NotSupported
 
@@ -44,18 +41,6 @@ def test_list_size_empty_and_nbytes():
     assert CacheList().size() == 0
     assert CacheList().trim(1) == 0
     assert caches.offset == caches.rope_offset == 1
-
-
-def test_list_meta_is_names_and_metas():
-    inner = CacheList(filled(ChunkedKVCache(4), [[1]]), ArraysCache(2))
-    caches = CacheList(filled(RotatingKVCache(2), [[1, 2, 3]]), inner)
-    names, metas = caches.meta_state
-    assert names == ("RotatingKVCache", "CacheList")
-    assert metas == (("0", "2", "3", "3"), inner.meta_state)
-    again = from_state("CacheList", caches.state, caches.meta_state)
-    assert snapshot(again) == snapshot(caches)
-    assert type(again[1][0]) is ChunkedKVCache
-    assert len(again[1][1]) == 2
 
 
 def test_list_changes_all_members_or_none():

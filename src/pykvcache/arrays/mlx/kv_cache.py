@@ -282,7 +282,6 @@ class BatchKVCache(BatchCache):
         return batch
 
     def _set_state(self, pair: TokenPair, padding: Rows, row_offset: Rows) -> None:
-        padding = row_counts("left_padding", padding)
         expected = pair.count - padding
         if not np.array_equal(row_offset, expected):
             message = (

@@ -271,6 +271,8 @@ class BatchRotatingKVCache(BatchCache, _RingCache):
         Columns of each row that hold no token.
     """
 
+    _signed = True  # mlx-lm's padding becomes negative after it has left the ring
+
     def __init__(self, max_size: SupportsIndex, left_padding: Counts) -> None:
         super().__init__(max_size)
         padding = row_counts("left_padding", left_padding)
@@ -464,7 +466,6 @@ class BatchRotatingKVCache(BatchCache, _RingCache):
     def _set_state(self, pair: TokenPair, padding: Rows, row_offset: Rows) -> None:
         self._pair = pair
         self._offset = self._index = pair.length
-        # mlx-lm's padding becomes negative after it has left the ring.
         self._set_rows(np.maximum(padding, 0), row_offset)
 
     @property

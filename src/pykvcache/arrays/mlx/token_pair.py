@@ -392,13 +392,14 @@ class BatchCache(PairCache):
     # Left padding of each row, and how many of its columns have left a ring.
     _padding: Rows
     _gone = 0
+    _signed = False  # whether a state's padding may be negative
     # Announced right padding, or what says where it is; None if there is none.
     _pending: Rows | None = None
 
     @property
     def left_padding(self) -> Rows:
         """Columns of each row without a token, counted from the oldest one, a copy."""
-        return np.maximum(self._padding - self._gone, 0)
+        return np.maximum(self._padding - self._gone, 0) if self._gone else self._padding.copy()
 
     @property
     def batch_size(self) -> int:
@@ -439,17 +440,18 @@ class BatchCache(PairCache):
 
     @state.setter
     def state(self, state: Sequence[Any]) -> None:
-        pair, padding = TokenPair(), self.left_padding
-        row_offset: Rows = -padding
-        if len(state):
+        if len(state) == 0:
+            pair, padding = TokenPair(), self.left_padding
+            row_offset: Rows = -padding
+        else:
             check_size(f"arrays of a {type(self).__name__}", len(state), 4)
             pair = state_pair(state[:2], self.max_size)
             batch = pair.keys.shape[0] if pair.count else None
             row_offset = row_counts("rope_offset", state[2], batch, signed=True)
-            padding = row_counts("left_padding", state[3], row_offset.size, signed=True)
+            padding = row_counts("left_padding", state[3], row_offset.size, signed=self._signed)
         self._set_state(pair, padding, row_offset)
         self._pending = None
 
     @abstractmethod
     def _set_state(self, pair: TokenPair, padding: Rows, row_offset: Rows) -> None:
-        """Set the parts of a state; `padding` may be negative."""
+        """Set the parts of a state."""

@@ -183,12 +183,9 @@ class KvMethods:
                 f"arrays must be a SequenceKV, not {type(arrays).__name__}: "
                 "the argument order is write_kv(arrays, seq_id)"
             )
-        state = arrays.recurrent
-        if state is not None and not isinstance(state, RecurrentState):
-            raise TypeError(f"recurrent must be a RecurrentState, not {type(state).__name__}")
-        first = None if state is None else state.first
         parts = as_parts(self._native, arrays)
-        firsts = None if first is None else [(operator.index(seq_id), first)]
+        state = arrays.recurrent
+        firsts = None if state is None else [(operator.index(seq_id), state.first)]
         set_parts(self._native, seq_id, [[part] for part in parts], firsts)
 
 

@@ -144,15 +144,13 @@ class CacheView(np.lib.mixins.NDArrayOperatorsMixin):
         raise TypeError("a view of a live cache cannot be pickled: use copy()")
 
 
-def _views(value: Any) -> Iterator[CacheView]:
-    """Yield every view in nested arguments."""
-    if isinstance(value, CacheView):
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield everything in nested arguments that is no list, tuple or dict."""
+    if isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(item)
+    else:
         yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _views(item)
-    elif isinstance(value, dict):
-        yield from _views(list(value.values()))
 
 
 def _replaced(value: Any, arrays: dict[int, npt.NDArray[Any]]) -> Any:
@@ -170,16 +168,13 @@ def _replaced(value: Any, arrays: dict[int, npt.NDArray[Any]]) -> Any:
 
 def _is_plain(value: Any) -> bool:
     """Whether nested arguments have no ndarray subclass, whose code would get the memory."""
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    return not isinstance(value, np.ndarray) or type(value) is np.ndarray
+    return all(type(x) is np.ndarray for x in _leaves(value) if isinstance(x, np.ndarray))
 
 
 def _found(args: Any, kwargs: Any) -> list[CacheView]:
     """Return the distinct views in arguments."""
-    views = list({id(view): view for view in _views((args, kwargs))}.values())
+    leaves = _leaves((args, kwargs))
+    views = list({id(view): view for view in leaves if isinstance(view, CacheView)}.values())
     if not views:
         raise TypeError("pass views of a cache directly, or in a list or a tuple")
     return views

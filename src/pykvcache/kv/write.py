@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,18 +29,22 @@ def as_parts(native: lib.Context, arrays: SequenceKV[Any]) -> list[Part]:
         raise UnsupportedOperation(
             "write_kv", "this memory holds more than keys and values: use get_state()"
         )
-    for name, given in (("window", arrays.window), ("recurrent", arrays.recurrent)):
+    for name, kind in (("window", SequenceKV), ("recurrent", RecurrentState)):
+        given = getattr(arrays, name)
         if (given is None) == (name in layouts):
             needs = "needs a" if given is None else "has no"
             raise StateError(f"a {native.memory_kind} memory {needs} {name} part", what=name)
+        if not isinstance(given, kind | None):
+            raise TypeError(f"{name} must be a {kind.__name__}, not {type(given).__name__}")
     if "attention" not in layouts and (len(arrays.positions) or len(arrays.layers)):
         raise StateError(f"a {native.memory_kind} memory has no attention layers")
-    parts = []
-    for name, part in layouts.items():
-        if name == "recurrent":
-            parts.append(_recurrent(arrays.recurrent, part))
-        else:
-            parts.append(_attention(native, arrays if name == "attention" else arrays.window, part))
+    given = {"attention": arrays, "window": arrays.window, "recurrent": arrays.recurrent}
+    parts = [
+        _recurrent(given[name], layout)
+        if name == "recurrent"
+        else _attention(native, given[name], layout)
+        for name, layout in layouts.items()
+    ]
     _check_parts(native, arrays, layouts)
     return parts
 
@@ -68,9 +73,7 @@ def _check_parts(
         raise StateError(message, "window position", missing[0])
 
 
-def _attention(native: lib.Context, arrays: SequenceKV | None, layout: PartLayout) -> Part:
-    if not isinstance(arrays, SequenceKV):
-        raise TypeError(f"window must be a SequenceKV, not {type(arrays).__name__}")
+def _attention(native: lib.Context, arrays: SequenceKV[Any], layout: PartLayout) -> Part:
     if not isinstance(arrays.layers, Sequence) or not all(
         isinstance(layer, LayerKV) for layer in arrays.layers
     ):
@@ -102,7 +105,7 @@ def _attention(native: lib.Context, arrays: SequenceKV | None, layout: PartLayou
             columns = as_stored(stored, rows.type).reshape(n, rows.n_embd).T
             stored = np.ascontiguousarray(columns).view(np.uint8)
         tensors.append(stored.reshape(part.shape(i)))
-    return Part(layout, positions, ext, tuple(tensors))
+    return replace(part, tensors=tuple(tensors))
 
 
 def _positions(arrays: SequenceKV, layout: PartLayout) -> npt.NDArray[np.int32]:
@@ -132,9 +135,7 @@ def _in_range(what: str, one: str, values: npt.NDArray[Any], least: int) -> None
             raise StateError(message, what, wrong, 2**31 - 2)
 
 
-def _recurrent(state: RecurrentState | None, layout: PartLayout) -> Part:
-    if not isinstance(state, RecurrentState):
-        raise TypeError(f"recurrent must be a RecurrentState, not {type(state).__name__}")
+def _recurrent(state: RecurrentState, layout: PartLayout) -> Part:
     if not all(isinstance(layer, LayerState) for layer in state.layers):
         raise TypeError("recurrent layers must be a sequence of LayerState")
     if not -1 <= state.position < 2**31 - 1:
@@ -156,7 +157,7 @@ def _recurrent(state: RecurrentState | None, layout: PartLayout) -> Part:
         shape = n, 1, rows.n_embd
         stored = _rows(values.reshape(shape), shape, rows.type, 0, rows.n_embd, what, False)
         tensors.append(stored.reshape(part.shape(i)))
-    return Part(layout, part.positions, None, tuple(tensors))
+    return replace(part, tensors=tuple(tensors))
 
 
 def _rows(

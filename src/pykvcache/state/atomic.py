@@ -6,11 +6,11 @@ import contextlib
 import os
 from collections.abc import Sequence
 
-from pykvcache._arguments import check_regular, places
+from pykvcache._arguments import places
 from pykvcache._native import lib
 from pykvcache.errors import StateFileError, StateFileNotFound
 
-__all__ = ["check_regular", "file_error", "write_atomically"]
+__all__ = ["file_error", "write_atomically"]
 
 #: Smaller pieces are joined: a system call costs more than copying this many bytes.
 _JOINED = 1 << 16

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from pykvcache._arguments import ByteArray
+from pykvcache._arguments import ByteArray, check_regular
 from pykvcache._extras import how_to_install
 from pykvcache.errors import (
     ArgumentError,
@@ -30,10 +30,11 @@ from pykvcache.errors import (
     StateTruncated,
     StateVersionError,
 )
-from pykvcache.state.atomic import check_regular, file_error
+from pykvcache.state.atomic import file_error
 
 __all__ = [
     "FORMAT",
+    "SIZES",
     "VERSION",
     "Container",
     "Tensor",
@@ -51,7 +52,7 @@ CHECKSUMS = "checksums"
 #: Bytes of a digest.
 _DIGESTS = {"xxh3-128": 16, "sha256": 32}
 #: Bytes per element of the safetensors types in use.
-_SIZES = {"U8": 1, "I32": 4, "F16": 2, "BF16": 2, "F32": 4}
+SIZES = {"U8": 1, "I32": 4, "F16": 2, "BF16": 2, "F32": 4}
 _MAX_HEADER = 100_000_000  # safetensors' own limit
 #: Magic bytes of llama.cpp's own files; as a length they exceed the largest header.
 _LLAMA_CPP = (b"qsgg", b"nsgg")
@@ -67,10 +68,6 @@ class Tensor:
     dtype: str
     shape: tuple[int, ...]
     data: ByteArray
-
-    def array(self, dtype: Any) -> Any:
-        """Return the elements as an array of this shape."""
-        return self.data.view(dtype).reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -120,7 +117,7 @@ def find_checksum(name: str) -> str:
 def _digest(name: str, data: memoryview) -> bytes:
     """Compute a digest without the GIL."""
     xxh3 = _xxh3() if name == "xxh3-128" else None
-    state = xxh3() if xxh3 is not None else hashlib.sha256()
+    state = (xxh3 or hashlib.sha256)()
     state.update(data)
     result: bytes = state.digest()
     return result
@@ -248,11 +245,12 @@ def _tensors(data: ByteArray, start: int, entries: Mapping[str, Any]) -> dict[st
             begin, end = entry["data_offsets"]
             shape = tuple(entry["shape"])
             counts = (begin, end, *shape)
-            if any(type(n) is not int or not 0 <= n < 2**62 for n in counts) or begin != at:
-                raise ValueError
-            if len(shape) > _MAX_RANK:
-                raise ValueError
-            if end - begin != prod(shape) * _SIZES[entry["dtype"]]:
+            if (
+                any(type(n) is not int or not 0 <= n < 2**62 for n in counts)
+                or begin != at
+                or len(shape) > _MAX_RANK
+                or end - begin != prod(shape) * SIZES[entry["dtype"]]
+            ):
                 raise ValueError
             if start + end > len(data):
                 message = f"the state ends after {len(data)} bytes, within {name}"

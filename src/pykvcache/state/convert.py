@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._arguments import ByteArray
+from pykvcache._arguments import ByteArray, as_bool
 from pykvcache._codec import as_floats, as_rows
 from pykvcache.errors import StateDamaged, StateError, StateLayoutMismatch
 from pykvcache.state.layout import Part, PartLayout, Rows, need_equal
 
-__all__ = ["fit"]
+__all__ = ["fit_parts"]
 
 Floats = npt.NDArray[np.float32]
 
 
-def fit(part: Part, target: PartLayout, *, convert: bool) -> Part:
-    """Return the part as another context stores it; reuse the tensors if nothing differs.
+def fit_parts(
+    parts: Sequence[Sequence[Part]], layouts: Sequence[PartLayout], *, convert: bool
+) -> list[list[Part]]:
+    """Return parts as another context stores them; reuse the tensors where nothing differs.
 
     Raises
     ------
     StateLayoutMismatch
-        Layers or heads differ, or types do and ``convert`` is false.
+        Parts, layers or heads differ, or types do and ``convert`` is false.
     """
+    convert = as_bool(convert, "convert")
+    need_equal("kinds of cache", len(parts), len(layouts))
+    return [
+        [_fit(part, layout, convert=convert) for part in streams]
+        for streams, layout in zip(parts, layouts, strict=True)
+    ]
+
+
+def _fit(part: Part, target: PartLayout, *, convert: bool) -> Part:
     _compare(part.layout, target, convert=convert)
     tensors = []
     for i, (rows, wanted) in enumerate(zip(part.layout.rows, target.rows, strict=True)):
@@ -41,25 +53,13 @@ def fit(part: Part, target: PartLayout, *, convert: bool) -> Part:
 def _compare(layout: PartLayout, target: PartLayout, *, convert: bool) -> None:
     for what in ("part", "n_layer", "extended"):
         need_equal(what, getattr(layout, what), getattr(target, what))
-    if len(layout.rows) != len(target.rows):
-        message = (
-            f"the state has {len(layout.rows)} tensors in its {layout.part} part, "
-            f"but this context has {len(target.rows)}"
-        )
-        raise StateLayoutMismatch(message, "tensors", len(layout.rows), len(target.rows))
+    need_equal("tensors", len(layout.rows), len(target.rows))
     for rows, wanted in zip(layout.rows, target.rows, strict=True):
         for what in ("what", "layer", "n_embd", "n_head", "head_dim"):
             name = f"{what} of layer {wanted.layer}"
             need_equal(name, getattr(rows, what), getattr(wanted, what))
         if rows.type == wanted.type and rows.rotation == wanted.rotation:
-            if rows.row_bytes != wanted.row_bytes:
-                message = (
-                    f"a row of layer {wanted.layer} has {rows.row_bytes} bytes in the state, but "
-                    f"{wanted.row_bytes} in this context"
-                )
-                raise StateLayoutMismatch(
-                    message, f"row of layer {wanted.layer}", rows.row_bytes, wanted.row_bytes
-                )
+            need_equal(f"row of layer {wanted.layer}", rows.row_bytes, wanted.row_bytes)
         elif rows.what not in ("k", "v"):
             message = (
                 f"the recurrent state of layer {rows.layer} has a different type in this context"

@@ -76,17 +76,14 @@ class Fingerprint:
         """Parse the output of `to_json`."""
         try:
             data = json.loads(text)
-            adapters = data.pop("adapters")
-            if "model_name" in data:
+            adapters = tuple(data.pop("adapters"))
+            if (
+                {name: type(value) for name, value in data.items()} != _TYPES
+                or not all(type(x) is str for x in adapters)
+                or not all(type(x) in (int, float) for x in data["rope"].values())
+            ):
                 raise TypeError
-            result = cls(**data, adapters=tuple(adapters))
-            if not all(type(getattr(result, name)) is kind for name, kind in _TYPES.items()):
-                raise TypeError
-            if not all(type(x) is str for x in adapters):
-                raise TypeError
-            if not all(type(x) in (int, float) for x in result.rope.values()):
-                raise TypeError
-            return result
+            return cls(**data, adapters=adapters)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise StateDamaged("the state's fingerprint is invalid", what="fingerprint") from None
 
@@ -144,27 +141,17 @@ class Fingerprint:
 
 def _named(adapters: tuple[str, ...]) -> str:
     """Return adapters as text for messages, with shortened digests."""
-    shown = (f"{kind} {digest[:16]} ({scale})" for kind, digest, scale in map(_split, adapters))
+    parts = ([*name[:200].split(":", 2), "", ""] for name in adapters)
+    shown = (f"{kind} {digest[:16]} ({scale})" for kind, digest, scale, *_ in parts)
     return f"the adapters {', '.join(shown)}" if adapters else "no adapters"
 
 
-def _split(name: str) -> tuple[str, str, str]:
-    kind, _, rest = name[:200].partition(":")
-    digest, _, scale = rest.partition(":")
-    return kind, digest, scale
-
-
+#: Of the fields in a file, save the adapters.
 _TYPES = {
-    "model": str,
-    "architecture": str,
-    "memory": str,
-    "n_layer": int,
-    "n_head_kv": int,
-    "n_embd": int,
-    "n_swa": int,
+    **dict.fromkeys(("model", "architecture", "memory", "rope_digest"), str),
+    **dict.fromkeys(("n_layer", "n_head_kv", "n_embd", "n_swa"), int),
     "causal": bool,
     "rope": dict,
-    "rope_digest": str,
 }
 
 

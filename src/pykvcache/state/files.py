@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from pykvcache.errors import StateDamaged
-from pykvcache.state.container import Container, Tensor
+from pykvcache.state.container import SIZES, Container, Tensor
 from pykvcache.state.layout import IntArray, Part, PartLayout
 
 __all__ = ["json_of", "layouts_of", "read_ints", "read_part", "write_ints", "write_part"]
 
 #: ``ggml_type`` to safetensors types; quantised blocks are stored as bytes.
-_DTYPES = {0: ("F32", 4), 1: ("F16", 2), 30: ("BF16", 2)}
+_DTYPES = {0: "F32", 1: "F16", 30: "BF16"}
 
 
 def json_of(container: Container, key: str) -> Any:
@@ -78,15 +79,15 @@ def write_part(prefix: str, part: Part) -> Iterator[Tensor]:
 
 def _described(prefix: str, part: Part) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     for i, rows in enumerate(part.layout.rows):
-        dtype, size = _DTYPES.get(rows.type, ("U8", 1))
-        shape: tuple[int, ...] = part.shape(i)
+        dtype = _DTYPES.get(rows.type, "U8")
+        shape = part.shape(i)
         if dtype != "U8":
             if part.is_transposed(i):
                 shape = shape[:2]
             elif rows.n_head:
                 shape = (len(part), rows.n_head, rows.head_dim)
             else:
-                shape = (len(part), rows.row_bytes // size)
+                shape = (len(part), rows.row_bytes // SIZES[dtype])
         yield f"{prefix}.layers.{rows.layer}.{rows.what}", dtype, shape
 
 
@@ -114,4 +115,4 @@ def read_part(
         if tensor.data.nbytes != prod(wanted):
             raise StateDamaged(f"the size of {name} differs from its layout", what=name)
         data.append(tensor.data.reshape(wanted))
-    return Part(layout, positions, ext, tuple(data), pair)
+    return replace(part, tensors=tuple(data))

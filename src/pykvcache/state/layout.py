@@ -245,7 +245,7 @@ def split(
             part = Part(layout, positions, ext, (), members)
             rows = [state[at : at + size] for at, size in places] or [state[:0]] * len(layout.rows)
             tensors = [row.reshape(part.shape(i)) for i, row in enumerate(rows)]
-            found.append(Part(layout, positions, ext, tuple(tensors), members))
+            found.append(replace(part, tensors=tuple(tensors)))
         result.append(found)
     return result
 

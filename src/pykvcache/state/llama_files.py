@@ -225,23 +225,16 @@ def _unpacked(packed: IntArray) -> tuple[IntArray, int]:
     data = packed.astype("<i4").tobytes()
     at = 4
 
-    def number() -> int:
-        nonlocal at
-        if at + 4 > len(data):
-            raise StateDamaged(
-                "llama-server's tokens end within a number", what="tokens", value=len(data)
-            )
-        at += 4
-        return int.from_bytes(data[at - 4 : at], "little")
-
-    def skipped(n_bytes: int, what: str) -> bytes:
+    def skipped(n_bytes: int, within: str, what: str | None = None) -> bytes:
         nonlocal at
         if n_bytes > len(data) - at:
-            raise StateDamaged(
-                f"llama-server's tokens end within {what}", what=what, value=len(data)
-            )
+            message = f"llama-server's tokens end within {within}"
+            raise StateDamaged(message, what or within, len(data))
         at += n_bytes
         return data[at - n_bytes : at]
+
+    def number() -> int:
+        return int.from_bytes(skipped(4, "a number", "tokens"), "little")
 
     version = number()
     if version != 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from operator import index
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy.typing as npt
 
-from pykvcache._arguments import ByteArray, TokenInput, as_bool, as_bytes, as_path
+from pykvcache._arguments import ByteArray, TokenInput, as_bytes, as_path
 from pykvcache._native import lib
 from pykvcache.errors import StateLayoutMismatch
 from pykvcache.model import LlamaModel
 from pykvcache.state.container import naming
-from pykvcache.state.convert import fit
+from pykvcache.state.convert import fit_parts
 from pykvcache.state.facts import Fingerprint, fingerprint_of
 from pykvcache.state.layout import Part, PartLayout, layouts_from_native, set_parts, split
 from pykvcache.state.partial import PartialStateMethods
@@ -196,7 +196,7 @@ class StateMethods(PartialStateMethods):
                 "the argument order is restore_sequence(state, seq_id)"
             )
         state.fingerprint.check(self.fingerprint)
-        parts = self._fitted([[part] for part in state.parts], convert=convert)
+        parts = fit_parts([[part] for part in state.parts], self._layouts, convert=convert)
         set_parts(self._native, seq_id, parts, [(index(seq_id), state.first)])
 
     def save_sequence(
@@ -289,7 +289,7 @@ class StateMethods(PartialStateMethods):
                     "(kv_unified, n_seq_max): restore single sequences instead"
                 )
                 raise StateLayoutMismatch(message, "streams", len(streams), layout.n_stream)
-        parts = self._fitted(state.parts, convert=convert)
+        parts = fit_parts(state.parts, self._layouts, convert=convert)
         set_parts(self._native, None, parts, list(state.firsts.items()))
 
     def save_context(
@@ -350,13 +350,3 @@ class StateMethods(PartialStateMethods):
 
     def _split(self, state: ByteArray, *, whole: bool) -> list[list[Part]]:
         return split(self._native, state, self._layouts, whole=whole)
-
-    def _fitted(self, parts: Sequence[Sequence[Part]], *, convert: bool) -> list[list[Part]]:
-        convert = as_bool(convert, "convert")
-        if len(parts) != len(self._layouts):
-            message = f"the state has {len(parts)} parts, but this context has {len(self._layouts)}"
-            raise StateLayoutMismatch(message, "kinds of cache", len(parts), len(self._layouts))
-        return [
-            [fit(part, layout, convert=convert) for part in streams]
-            for streams, layout in zip(parts, self._layouts, strict=True)
-        ]

@@ -79,12 +79,10 @@ class ContextState(Saved):
 
     def _count(self, seq: int) -> int:
         for part in self._parts[0]:
-            which = _cells_of(part, seq)
-            if which.start == which.stop if isinstance(which, slice) else not len(which):
-                continue
-            if part.layout.part == "recurrent":
-                return int(part.positions[which][0]) - self._firsts.get(seq, 0) + 1
-            return len(part.positions[which])
+            positions = part.positions[_cells_of(part, seq)]
+            if len(positions):
+                is_state = part.layout.part == "recurrent"
+                return int(positions[0]) - self._firsts[seq] + 1 if is_state else len(positions)
         return 0
 
     @property
@@ -114,9 +112,6 @@ class ContextState(Saved):
                 max(self._firsts, default=-1) + 1,
                 f"the state has no cells of sequence {seq}: it holds {held}",
             )
-        return self._one(seq, self._tokens.get(seq))
-
-    def _one(self, seq: int, tokens: IntArray | None) -> SequenceState:
         parts = []
         for streams in self._parts:
             found = [part.take(_cells_of(part, seq)) for part in streams]
@@ -124,8 +119,8 @@ class ContextState(Saved):
         return SequenceState(
             parts,
             self._fingerprint,
-            first=self._firsts.get(seq, 0),
-            tokens=tokens,
+            first=self._firsts[seq],
+            tokens=self._tokens.get(seq),
             metadata=self._metadata,
         )
 

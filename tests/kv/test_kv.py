@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pykvcache import LlamaContext, LlamaModel
-from pykvcache.errors import NoKvCacheSlot, SequenceIdError, StateError
+from pykvcache.errors import StateError
 from pykvcache.kv import LayerKV, SequenceKV
 from support.models import EXACT, make_model
 
@@ -83,16 +83,6 @@ def test_a_fork_is_read_without_the_rest_of_the_cache(model: LlamaModel) -> None
     assert ctx.n_cells_used == 50
 
 
-def test_there_are_no_logits_after_a_write(ctx: LlamaContext) -> None:
-    ctx.decode(WORDS[:5])
-    row = ctx.logits()
-    ctx.write_kv(ctx.kv(0), 1)
-    assert (ctx.logits() == row).all()  # sequence 0 is what it was
-    ctx.write_kv(ctx.kv(0), 0)
-    with pytest.raises(IndexError, match="are gone"):
-        ctx.logits()
-
-
 def broken(arrays: SequenceKV) -> dict[str, SequenceKV]:
     first = arrays.layers[0]
     rest = list(arrays.layers[1:])
@@ -129,30 +119,6 @@ def test_what_does_not_fit_is_refused_with_nothing_changed(model: LlamaModel) ->
     assert different(before, ctx.kv(0)) == []
 
 
-def test_a_full_cache_refuses_and_stays_unchanged(model: LlamaModel) -> None:
-    ctx = LlamaContext(model, n_ctx=256, n_threads=1, **EXACT)
-    ctx.decode(np.resize(WORDS, 200))
-    ctx.decode(WORDS[:20], seq_id=1)
-    arrays = ctx.kv(0)
-    before = ctx.kv(1)
-    with pytest.raises(NoKvCacheSlot):
-        ctx.write_kv(arrays, 1)
-    assert different(before, ctx.kv(1)) == []
-    ctx.write_kv(arrays, 0)  # its own cells become free first
-    assert different(arrays, ctx.kv(0)) == []
-
-
-@pytest.mark.hazard("S4", "S6")
-def test_bad_sequence_ids(model: LlamaModel) -> None:
-    ctx = LlamaContext(model, n_ctx=256, n_threads=1, n_seq_max=2)
-    arrays = ctx.kv(0)
-    for seq in (-1, 2):
-        with pytest.raises(SequenceIdError):
-            ctx.kv(seq)
-        with pytest.raises(SequenceIdError):
-            ctx.write_kv(arrays, seq)
-
-
 @pytest.mark.hazard("N15")
 @pytest.mark.filterwarnings("error")
 def test_values_too_large_for_the_stored_type_are_refused(model: LlamaModel) -> None:
@@ -164,24 +130,3 @@ def test_values_too_large_for_the_stored_type_are_refused(model: LlamaModel) -> 
     with pytest.raises(StateError, match="too large"):
         ctx.write_kv(SequenceKV(arrays.positions, [huge, *rest]), 0)
     assert different(arrays, ctx.kv(0)) == []
-
-
-@pytest.mark.hazard("S2")
-def test_a_pending_stream_copy_is_applied_before_reading(model: LlamaModel) -> None:
-    ctx = LlamaContext(model, n_ctx=1024, n_seq_max=2, n_threads=1, kv_unified=False, **EXACT)
-    ctx.decode(WORDS[:20])
-    ctx.copy_kv_cache_seq(0, 1)
-    assert different(ctx.kv(0), ctx.kv(1)) == []
-
-
-@pytest.mark.hazard("S3")
-def test_a_pending_stream_copy_does_not_overwrite_what_is_written(model: LlamaModel) -> None:
-    ctx = LlamaContext(model, n_ctx=1024, n_seq_max=2, n_threads=1, kv_unified=False, **EXACT)
-    ctx.decode(WORDS[20:40])
-    wanted = ctx.kv(0)
-    ctx.clear_kv_cache()
-    ctx.decode(WORDS[:20])
-    ctx.copy_kv_cache_seq(0, 1)
-    ctx.write_kv(wanted, 1)
-    ctx.decode([7], seq_id=0)  # where llama.cpp would carry the copy out
-    assert different(wanted, ctx.kv(1)) == []

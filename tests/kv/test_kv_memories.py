@@ -85,16 +85,6 @@ def test_into_another_context_of_another_type(model: LlamaModel) -> None:
     assert np.abs(never_stopped - written).max() < 0.05
 
 
-def test_an_empty_sequence_empties(model: LlamaModel) -> None:
-    ctx = context(model)
-    nothing = ctx.kv(0)
-    assert len(nothing) == 0
-    ctx.decode(words(model), seq_id=1)
-    ctx.write_kv(nothing, 1)
-    assert ctx.sequences() == {}
-    assert different(nothing, ctx.kv(1)) == []
-
-
 @pytest.mark.parametrize("name", ["gemma3", "jamba", "lfm2_swa"])
 def test_parts_that_do_not_fit_each_other_are_refused(name: str, model_folder: Path) -> None:
     model = LlamaModel(make_model(name, model_folder))

@@ -7,44 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
 from memory.kit import apart
 from pykvcache import SequenceState
 from pykvcache.errors import ClosedError, DecodeAborted, UnsupportedOperation
-from state.kit import CASES, WORDS, next_logits
+from state.kit import WORDS, next_logits
 from support.models import RIGHT
 
 if TYPE_CHECKING:
     from conftest import ContextFactory, FreshLogits
-
-
-@pytest.mark.hazard("S32")
-@pytest.mark.parametrize("case", CASES)
-def test_a_restored_sequence_has_no_logits_and_others_keep_theirs(
-    case: Any, make_context: ContextFactory, tmp_path: Path
-) -> None:
-    ctx = make_context(case.name, **case.options)
-    ctx.decode(WORDS[:10])
-    ctx.save_sequence(tmp_path / "a", 0)
-    ctx.save_context(tmp_path / "all")
-    row = ctx.logits()  # saving leaves them alone
-    raw, whole = ctx.get_state(0), ctx.get_state()
-    ctx.load_sequence(tmp_path / "a", 1)
-    ctx.set_state(raw, 1)
-    np.testing.assert_array_equal(ctx.logits(), row)
-    for load in (
-        lambda: ctx.load_sequence(tmp_path / "a", 0),
-        lambda: ctx.load_context(tmp_path / "all"),
-        lambda: ctx.set_state(raw, 0),
-        lambda: ctx.set_state(whole),
-    ):
-        ctx.decode(WORDS[10:11], seq_id=0)
-        ctx.logits()
-        load()
-        with pytest.raises(IndexError, match="are gone"):
-            ctx.logits()
 
 
 def test_a_state_taken_during_decodes_is_consistent(

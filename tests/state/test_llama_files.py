@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from memory.kit import Case
 from pykvcache import LlamaContext, SequenceState
 from pykvcache._native import lib
 from pykvcache.errors import (
@@ -33,10 +32,10 @@ from pykvcache.errors import (
     StateVersionError,
 )
 from pykvcache.state import LlamaStateFile
-from state.kit import CASES, WORDS, cells_of, next_logits, refused
+from state.kit import WORDS, cells_of, next_logits, refused
 
 if TYPE_CHECKING:
-    from conftest import ContextFactory, FreshLogits
+    from conftest import ContextFactory
 
 GGSQ, GGSN, (OF_SEQUENCES, OF_CONTEXTS) = 0x67677371, 0x6767736E, lib.state_file_versions
 READ = (2, 3) if OF_SEQUENCES == 3 else (OF_SEQUENCES,)
@@ -90,24 +89,6 @@ def test_a_file_is_a_header_tokens_and_the_state(
     assert (other.kind, other.version, other.tokens.tolist()) == ("context", OF_CONTEXTS, [7])
     assert other.state.tobytes() == whole
     assert LlamaStateFile(whole).to_bytes() == file_of(GGSN, OF_CONTEXTS, b"", whole)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_every_memory_survives_a_round_trip_through_a_file(
-    case: Case, make_context: ContextFactory, fresh_logits: FreshLogits, tmp_path: Path
-) -> None:
-    ctx = make_context(case.name, **case.options)
-    ctx.decode(WORDS[:40], seq_id=1)
-    size = ctx.save_llama_file(tmp_path / "s", 1, WORDS[:40])
-    assert size == (tmp_path / "s").stat().st_size
-    ctx.save_llama_file(tmp_path / "c", tokens=WORDS[:40])
-    ctx.decode(WORDS[70:75], seq_id=2)
-    assert ctx.load_llama_file(tmp_path / "s", 2).tokens.tolist() == WORDS[:40].tolist()
-    want = fresh_logits(case.name, [*WORDS[:40], 9])
-    assert np.abs(next_logits(ctx, 2) - want).max() < case.tolerance
-    assert ctx.load_llama_file(tmp_path / "c", mapped=False).kind == "context"
-    assert list(ctx.sequences()) == [1]
-    assert np.abs(next_logits(ctx, 1) - want).max() < case.tolerance
 
 
 @pytest.mark.hazard("S11", "S12")

@@ -37,6 +37,7 @@ def test_parts_lie_where_the_layout_says_and_make_the_same_state(
     for seq_id in (0, None):
         whole = seq_id is None
         state = ctx.get_state(seq_id)
+        assert len(state) == ctx.state_size(seq_id)
         places = [
             place
             for streams in ctx.native.split_state(state, whole)

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from memory.kit import apart
-from pykvcache import LlamaContext, SequenceState
-from pykvcache.errors import NoKvCacheSlot
-from state.kit import CASES, WORDS, next_logits, refused
+from pykvcache import SequenceState
+from state.kit import CASES, WORDS, next_logits
 from support.models import MODELS, RIGHT
 
 if TYPE_CHECKING:
@@ -108,21 +107,3 @@ def test_whole_windows_and_short_ones(
         target.restore_sequence(state, 1)
         assert target.kv_cache_seq_pos_max(1) == n - 1
         assert apart(next_logits(target, 1), want) < 10 * RIGHT
-
-
-def full(ctx: LlamaContext) -> None:
-    for seq in range(ctx.n_seq_max - 1):
-        ctx.decode(WORDS[: ctx.n_ctx // 4], seq_id=seq)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3", "jamba"])
-def test_into_a_context_that_is_nearly_full(name: str, make_context: ContextFactory) -> None:
-    source, target = make_context(name), make_context(name, n_ctx=256)
-    source.decode(WORDS[:100])
-    full(target)
-    with refused(target, NoKvCacheSlot):
-        target.restore_sequence(source.sequence_state(0), 3)
-    # What it replaces makes room, and a part of it fits.
-    target.clear_kv_cache_seq(0)
-    target.restore_sequence(source.sequence_state(0), 1)
-    assert target.kv_cache_seq_pos_max(1) == 99

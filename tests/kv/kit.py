@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache import LlamaContext, LlamaModel
+from pykvcache import LlamaModel
 from pykvcache.kv import SequenceKV
 
 N = 50
@@ -47,9 +47,3 @@ def different(a: SequenceKV, b: SequenceKV) -> list[str]:
         for name, x, y in pairs(a, b)
         if np.asarray(x).dtype != np.asarray(y).dtype or not np.array_equal(x, y)
     ]
-
-
-def next_logits(ctx: LlamaContext, seq_id: int, token: int = 7) -> npt.NDArray[np.float32]:
-    """Logits after one more token."""
-    ctx.decode([token], seq_id=seq_id)
-    return ctx.logits()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pykvcache import LlamaContext, LlamaModel
+from memory.kit import Make
 from pykvcache.errors import StateError
 from pykvcache.kv import LayerKV, SequenceKV
-from support.models import EXACT, make_model
+from support.models import EXACT
 
 from .kit import different
 
@@ -22,25 +21,13 @@ TYPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(model_folder: Path) -> LlamaModel:
-    return LlamaModel(make_model("llama_h64", model_folder))
-
-
-@pytest.fixture(params=TYPES)
-def types(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return TYPES[request.param]
-
-
-@pytest.fixture(params=[True, False], ids=["unified", "streams"])
-def ctx(request: pytest.FixtureRequest, model: LlamaModel, types: dict[str, Any]) -> LlamaContext:
-    return LlamaContext(
-        model, n_ctx=1024, n_seq_max=4, n_threads=1, kv_unified=request.param, **types
-    )
-
-
 @pytest.mark.hazard("S1")
-def test_removed_and_shifted_cells_are_read_as_they_are_now(ctx: LlamaContext) -> None:
+@pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])
+@pytest.mark.parametrize("types", TYPES)
+def test_removed_and_shifted_cells_are_read_as_they_are_now(
+    types: str, unified: bool, make_context: Make
+) -> None:
+    ctx = make_context("llama_h64", n_ctx=1024, kv_unified=unified, **TYPES[types])
     ctx.decode(WORDS[:30])
     before = ctx.kv(0)
     ctx.clear_kv_cache_seq(0, 4, 10)
@@ -55,14 +42,14 @@ def test_removed_and_shifted_cells_are_read_as_they_are_now(ctx: LlamaContext) -
 
 
 @pytest.mark.hazard("S1")
-def test_a_shift_is_the_rotation_that_numpy_computes(model: LlamaModel) -> None:
-    ctx = LlamaContext(model, n_ctx=512, n_threads=1, **EXACT)
+def test_a_shift_is_the_rotation_that_numpy_computes(make_context: Make) -> None:
+    ctx = make_context("llama_h64", n_ctx=512)
     ctx.decode(WORDS[:20])
     before = ctx.kv(0)
     ctx.kv_cache_seq_add(0, None, None, 37)
     after = ctx.kv(0)
-    n_rot = int(model.metadata["llama.rope.dimension_count"])
-    base = float(model.metadata.get("llama.rope.freq_base", 10000))
+    n_rot = int(ctx.model.metadata["llama.rope.dimension_count"])
+    base = float(ctx.model.metadata.get("llama.rope.freq_base", 10000))
     angle = 37 * base ** (-np.arange(0, n_rot, 2) / n_rot)
     for was, now in zip(before.layers, after.layers, strict=True):
         pairs = was.keys[..., :n_rot:2] + 1j * was.keys[..., 1:n_rot:2]
@@ -71,8 +58,8 @@ def test_a_shift_is_the_rotation_that_numpy_computes(model: LlamaModel) -> None:
         assert np.abs(turned.imag - now.keys[..., 1:n_rot:2]).max() < 1e-3
 
 
-def test_a_fork_is_read_without_the_rest_of_the_cache(model: LlamaModel) -> None:
-    ctx = LlamaContext(model, n_ctx=512, n_threads=1, **EXACT)
+def test_a_fork_is_read_without_the_rest_of_the_cache(make_context: Make) -> None:
+    ctx = make_context("llama_h64", n_ctx=512)
     ctx.decode(WORDS[:20])
     ctx.copy_kv_cache_seq(0, 1)
     ctx.decode(WORDS[20:25], seq_id=1)
@@ -103,8 +90,8 @@ def broken(arrays: SequenceKV) -> dict[str, SequenceKV]:
     }
 
 
-def test_what_does_not_fit_is_refused_with_nothing_changed(model: LlamaModel) -> None:
-    ctx = LlamaContext(model, n_ctx=512, n_threads=1, **EXACT)
+def test_what_does_not_fit_is_refused_with_nothing_changed(make_context: Make) -> None:
+    ctx = make_context("llama_h64", n_ctx=512)
     ctx.decode(WORDS[:10])
     before = ctx.kv(0)
     for arrays in broken(before).values():
@@ -121,8 +108,8 @@ def test_what_does_not_fit_is_refused_with_nothing_changed(model: LlamaModel) ->
 
 @pytest.mark.hazard("N15")
 @pytest.mark.filterwarnings("error")
-def test_values_too_large_for_the_stored_type_are_refused(model: LlamaModel) -> None:
-    ctx = LlamaContext(model, n_ctx=256, n_threads=1, type_k="f16", type_v="f16")
+def test_values_too_large_for_the_stored_type_are_refused(make_context: Make) -> None:
+    ctx = make_context("llama_h64", type_k="f16", type_v="f16")
     ctx.decode(WORDS[:5])
     arrays = ctx.kv(0)
     first, *rest = arrays.layers

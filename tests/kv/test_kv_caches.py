@@ -10,33 +10,33 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pykvcache import LlamaContext, LlamaModel
+from memory.kit import Make
+from pykvcache import LlamaContext
 from pykvcache.arrays import ArraysCache, FlatKVCache, KVCache, RotatingKVCache
 from pykvcache.errors import CacheValueError
 from pykvcache.kv import RecurrentState, SequenceKV, from_caches, to_caches
-from support.models import EXACT, MODELS, RIGHT, make_model, usual
+from state.kit import next_logits
+from support.models import MODELS, RIGHT, usual
 
-from .kit import N, different, next_logits, words
+from .kit import N, different, words
 
 ROOT = Path(__file__).parents[2]
 NAMES = [n for n in usual(MODELS) if MODELS[n].has_arrays and not MODELS[n].has_mrope]
 
 
-def context(model: LlamaModel, n: int = N) -> LlamaContext:
-    ctx = LlamaContext(model, n_ctx=256, n_seq_max=2, n_threads=1, **EXACT)
-    ctx.decode(words(model, n))
+@pytest.fixture
+def ctx(make_context: Make) -> LlamaContext:
+    """A context that holds N tokens."""
+    ctx = make_context("llama3l")
+    ctx.decode(words(ctx.model))
     return ctx
-
-
-@pytest.fixture(scope="module")
-def model(model_folder: Path) -> LlamaModel:
-    return LlamaModel(make_model("llama3l", model_folder))
 
 
 @pytest.mark.parametrize("n", [5, N])
 @pytest.mark.parametrize("name", NAMES)
-def test_there_and_back_is_the_same(name: str, n: int, model_folder: Path) -> None:
-    ctx = context(LlamaModel(make_model(name, model_folder)), n)
+def test_there_and_back_is_the_same(name: str, n: int, make_context: Make) -> None:
+    ctx = make_context(name)
+    ctx.decode(words(ctx.model, n))
     arrays = ctx.kv(0)
     caches = to_caches(arrays, ctx.memory_info.n_swa or None)
     assert len(caches) == ctx.model.n_layer
@@ -49,15 +49,12 @@ def test_there_and_back_is_the_same(name: str, n: int, model_folder: Path) -> No
     assert np.abs(next_logits(ctx, 0) - next_logits(ctx, 1)).max() < RIGHT
 
 
-def test_numpy_goes_on_in_a_cache_and_llama_cpp_goes_on_from_it(model_folder: Path) -> None:
+def test_numpy_goes_on_in_a_cache_and_llama_cpp_goes_on_from_it(ctx: LlamaContext) -> None:
     """The same tokens once in llama.cpp alone, once with a middle part in NumPy."""
     example: Any = runpy.run_path(str(ROOT / "examples" / "numpy_llama.py"))
-    path = make_model("llama3l", model_folder)
-    model = LlamaModel(path)
-    ctx = context(model)
     caches = to_caches(ctx.kv(0))
-    more = words(model, 12, seed=8)
-    here = example["Llama"](path).forward(
+    more = words(ctx.model, 12, seed=8)
+    here = example["Llama"](ctx.model.path).forward(
         more.tolist(), np.arange(N, N + 12), example["on_kv_caches"](caches)
     )
     ctx.write_kv(from_caches(caches), 1)
@@ -66,8 +63,7 @@ def test_numpy_goes_on_in_a_cache_and_llama_cpp_goes_on_from_it(model_folder: Pa
     assert np.abs(next_logits(ctx, 0) - next_logits(ctx, 1)).max() < 0.01
 
 
-def test_a_ring_that_was_written_round_is_put_in_order(model: LlamaModel) -> None:
-    ctx = context(model)
+def test_a_ring_that_was_written_round_is_put_in_order(ctx: LlamaContext) -> None:
     arrays = ctx.kv(0)
     layer = arrays.layers[0]
     keys, values = (np.asarray(x).transpose(1, 0, 2)[None] for x in (layer.keys, layer.values))
@@ -82,8 +78,7 @@ def test_a_ring_that_was_written_round_is_put_in_order(model: LlamaModel) -> Non
     assert np.array_equal(window.layers[0].values, layer.values[-20:])
 
 
-def test_what_has_no_counterpart_is_refused(model: LlamaModel) -> None:
-    ctx = context(model)
+def test_what_has_no_counterpart_is_refused(ctx: LlamaContext) -> None:
     arrays = ctx.kv(0)
     with pytest.raises(CacheValueError, match="gap"):
         to_caches(arrays.select(np.r_[0:5, 8:N]))

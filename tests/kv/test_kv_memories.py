@@ -2,42 +2,36 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pykvcache import LlamaContext, LlamaModel
+from memory.kit import Make
 from pykvcache.errors import StateError, UnsupportedOperation
 from pykvcache.kv import SequenceKV
-from support.models import EXACT, MODELS, RIGHT, make_model, usual
+from state.kit import next_logits
+from support.models import MODELS, RIGHT, usual
 
-from .kit import N, different, next_logits, words
+from .kit import N, different, words
 
 WITH_MEMORY = [name for name in usual(MODELS) if MODELS[name].has_arrays]
 TYPES: dict[str, dict[str, Any]] = {
-    "exact": dict(EXACT),
-    "f16-flash": {"flash_attn": "enabled"},
-    "bf16-transposed": {"type_k": "bf16", "type_v": "bf16", "flash_attn": "disabled"},
-    "streams": {"kv_unified": False, "swa_full": False, **EXACT},
+    "exact": {},
+    "f16-flash": {"type_k": "f16", "type_v": "f16", "flash_attn": "enabled"},
+    "bf16-transposed": {"type_k": "bf16", "type_v": "bf16"},
+    "streams": {"kv_unified": False, "swa_full": False, "n_ctx": 1024},
 }
-
-
-def context(model: LlamaModel, **options: Any) -> LlamaContext:
-    streams = 1 if options.get("kv_unified", True) else 3
-    return LlamaContext(model, n_ctx=256 * streams, n_seq_max=3, n_threads=1, **options)
-
-
-@pytest.fixture(scope="module", params=WITH_MEMORY)
-def model(request: pytest.FixtureRequest, model_folder: Path) -> LlamaModel:
-    return LlamaModel(make_model(request.param, model_folder))
+every_memory = pytest.mark.parametrize("name", WITH_MEMORY)
 
 
 @pytest.mark.parametrize("types", TYPES)
-def test_written_back_it_goes_on_as_if_it_had_never_stopped(model: LlamaModel, types: str) -> None:
-    ctx = context(model, **TYPES[types])
-    ctx.decode(words(model))
+@every_memory
+def test_written_back_it_goes_on_as_if_it_had_never_stopped(
+    name: str, types: str, make_context: Make
+) -> None:
+    ctx = make_context(name, **TYPES[types])
+    ctx.decode(words(ctx.model))
     for dtype in (None, "stored", np.float32):
         arrays = ctx.kv(0, dtype=dtype)
         ctx.write_kv(arrays, 1)
@@ -50,9 +44,10 @@ def test_written_back_it_goes_on_as_if_it_had_never_stopped(model: LlamaModel, t
     assert np.abs(never_stopped - written).max() < tolerance
 
 
-def test_each_part_is_there(model: LlamaModel) -> None:
-    ctx = context(model, swa_full=False)
-    ctx.decode(words(model))
+@every_memory
+def test_each_part_is_there(name: str, make_context: Make) -> None:
+    ctx = make_context(name, swa_full=False)
+    ctx.decode(words(ctx.model))
     arrays = ctx.kv(0)
     kind = ctx.memory_kind
     assert (arrays.window is not None) == ("sliding-window" in kind)
@@ -67,37 +62,34 @@ def test_each_part_is_there(model: LlamaModel) -> None:
         assert arrays.recurrent.first == 0
         layers += [state.layer for state in arrays.recurrent.layers]
         assert all(np.asarray(state.r).any() for state in arrays.recurrent.layers)
-    assert sorted(layers) == list(range(model.n_layer))
+    assert sorted(layers) == list(range(ctx.model.n_layer))
     if kind != "recurrent":
         assert arrays.positions.tolist() == list(range(N))
     for part in parts:
         for layer in part.layers:
-            assert layer.keys.shape[:2] == (len(part), model.n_head_kv)
+            assert layer.keys.shape[:2] == (len(part), ctx.model.n_head_kv)
             assert np.asarray(layer.keys).any(axis=(1, 2)).all()
             assert np.asarray(layer.values).any(axis=(1, 2)).all()
 
 
-def test_into_another_context_of_another_type(model: LlamaModel) -> None:
-    source, goal = context(model, **EXACT), context(model, type_k="f16", type_v="f16")
-    source.decode(words(model))
+@every_memory
+def test_into_another_context_of_another_type(name: str, make_context: Make) -> None:
+    source, goal = make_context(name), make_context(name, type_k="f16", type_v="f16")
+    source.decode(words(source.model))
     goal.write_kv(source.kv(0, dtype=np.float32), 2)
     never_stopped, written = next_logits(source, 0), next_logits(goal, 2)
     assert np.abs(never_stopped - written).max() < 0.05
 
 
 @pytest.mark.parametrize("name", ["gemma3", "jamba", "lfm2_swa"])
-def test_parts_that_do_not_fit_each_other_are_refused(name: str, model_folder: Path) -> None:
-    model = LlamaModel(make_model(name, model_folder))
-    ctx = context(model, **EXACT)
-    ctx.decode(words(model))
+def test_parts_that_do_not_fit_each_other_are_refused(name: str, make_context: Make) -> None:
+    ctx = make_context(name)
+    ctx.decode(words(ctx.model))
     arrays = ctx.kv(0)
     wrong: list[dict[str, Any]] = []
     if arrays.window is not None:
-        wrong += [
-            {"window": None},
-            {"window": arrays.window.select(np.arange(len(arrays.window) - 1))},
-        ]
-        wrong += [{"window": arrays.window.select(np.arange(5, len(arrays.window)))}]
+        kept = (range(len(arrays.window) - 1), range(5, len(arrays.window)))
+        wrong += [{"window": None}, *({"window": arrays.window.select(k)} for k in kept)]
     if arrays.recurrent is not None:
         earlier = type(arrays.recurrent)(N - 2, arrays.recurrent.layers)
         wrong += [{"recurrent": None}, {"recurrent": earlier}]
@@ -109,11 +101,9 @@ def test_parts_that_do_not_fit_each_other_are_refused(name: str, model_folder: P
     assert different(arrays, ctx.kv(0)) == []
 
 
-def test_select_reaches_both_parts(model_folder: Path) -> None:
-    model = LlamaModel(make_model("gemma3", model_folder))
-    ctx = context(model, **EXACT)
-    tokens = words(model)
-    ctx.decode(tokens)
+def test_select_reaches_both_parts(make_context: Make) -> None:
+    ctx = make_context("gemma3")
+    ctx.decode(words(ctx.model))
     kept = ctx.kv(0).select(np.r_[0:4, 10:36, 40:N])
     assert kept.window is not None
     assert not np.isin(kept.window.positions, np.arange(36, 40)).any()
@@ -123,8 +113,8 @@ def test_select_reaches_both_parts(model_folder: Path) -> None:
     assert np.abs(next_logits(ctx, 0) - next_logits(ctx, 1)).max() < RIGHT
 
 
-def test_a_recurrent_state_cannot_forget_single_tokens(model_folder: Path) -> None:
-    ctx = context(LlamaModel(make_model("jamba", model_folder)))
+def test_a_recurrent_state_cannot_forget_single_tokens(make_context: Make) -> None:
+    ctx = make_context("jamba")
     ctx.decode(words(ctx.model))
     with pytest.raises(UnsupportedOperation, match="select"):
         ctx.kv(0).select([0, 1])
@@ -132,9 +122,9 @@ def test_a_recurrent_state_cannot_forget_single_tokens(model_folder: Path) -> No
 
 @pytest.mark.parametrize("name", ["qwen2vl", "llama"])
 def test_extended_positions_are_needed_where_the_memory_has_them(
-    name: str, model_folder: Path
+    name: str, make_context: Make
 ) -> None:
-    ctx = context(LlamaModel(make_model(name, model_folder)))
+    ctx = make_context(name)
     ctx.decode(words(ctx.model))
     arrays = ctx.kv(0)
     extended = None if name == "qwen2vl" else np.zeros((N, 3), np.int32)
@@ -143,9 +133,8 @@ def test_extended_positions_are_needed_where_the_memory_has_them(
         ctx.write_kv(SequenceKV(arrays.positions, arrays.layers, extended), 0)
 
 
-def test_an_encoders_cache_is_read_and_not_written(model_folder: Path) -> None:
-    ctx = context(LlamaModel(make_model("t5", model_folder)))
-    ctx.encode([5, 6, 7])
+def test_an_encoders_cache_is_read_and_not_written(make_context: Make) -> None:
+    ctx = make_context("t5")
     ctx.decode([0, 9])
     arrays = ctx.kv(0)
     assert len(arrays) == 2
@@ -154,10 +143,9 @@ def test_an_encoders_cache_is_read_and_not_written(model_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n, i in MODELS.items() if i.memory == "other"])
-def test_memories_whose_layout_is_not_known_say_so(name: str, model_folder: Path) -> None:
-    model = LlamaModel(make_model(name, model_folder))
-    ctx = LlamaContext(model, n_ctx=256, n_seq_max=1, n_threads=1)
-    ctx.decode(words(model, 4))
+def test_memories_whose_layout_is_not_known_say_so(name: str, make_context: Make) -> None:
+    ctx = make_context(name, n_seq_max=1)
+    ctx.decode(words(ctx.model, 4))
     for copy in (True, False):
         with pytest.raises(UnsupportedOperation, match="kv: the layout"):
             ctx.kv(0, copy=copy)
@@ -165,10 +153,8 @@ def test_memories_whose_layout_is_not_known_say_so(name: str, model_folder: Path
         ctx.write_kv(SequenceKV(np.empty(0, np.int32), []), 0)
 
 
-def test_a_model_without_memory_says_so(model_folder: Path) -> None:
-    ctx = LlamaContext(
-        LlamaModel(make_model("bert", model_folder)), n_ctx=256, n_threads=1, embeddings=True
-    )
+def test_a_model_without_memory_says_so(make_context: Make) -> None:
+    ctx = make_context("bert")
     with pytest.raises(UnsupportedOperation, match="kv"):
         ctx.kv(0)
     with pytest.raises(UnsupportedOperation):

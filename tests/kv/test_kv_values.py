@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pykvcache import LlamaContext, LlamaModel
+from memory.kit import Make
+from pykvcache import LlamaModel
 from pykvcache._native import lib
 from pykvcache.enums import GgmlType
 from pykvcache.errors import UnsupportedOperation
 from pykvcache.kv import SequenceKV
 from support.blueprint import Tensor
-from support.models import EXACT, MODELS, make_model, write_gguf
+from support.models import MODELS, make_model, write_gguf
 from support.numpy_llama import LedgerLlama
 
 from .kit import N, different, words
@@ -51,10 +53,6 @@ BOUND = {
 """What storing may change, as a share of the largest of the 32 values of a block."""
 
 
-def context(model: LlamaModel, **options: Any) -> LlamaContext:
-    return LlamaContext(model, n_ctx=256, n_seq_max=2, n_threads=1, **options)
-
-
 def stored_as(kind: str) -> dict[str, Any]:
     flash = "disabled" if kind in ("f32", "f16", "bf16") else "enabled"
     return {"type_k": kind, "type_v": kind, "flash_attn": flash}
@@ -80,34 +78,33 @@ def turned(
 
 
 @pytest.fixture(scope="module")
-def h64(model_folder: Path) -> tuple[LlamaModel, LedgerLlama]:
-    path = make_model("llama_h64", model_folder)
-    return LlamaModel(path), LedgerLlama(path)
+def ledger(model_folder: Path) -> LedgerLlama:
+    return LedgerLlama(make_model("llama_h64", model_folder))
 
 
 @pytest.mark.hazard("N30")
 @pytest.mark.parametrize("rotation", [True, False], ids=["hadamard", "plain"])
 @pytest.mark.parametrize("kind", ERROR)
 def test_values_are_those_of_a_numpy_forward_pass(
-    h64: tuple[LlamaModel, LedgerLlama],
+    ledger: LedgerLlama,
     kind: str,
     rotation: bool,
     monkeypatch: pytest.MonkeyPatch,
+    make_context: Make,
 ) -> None:
-    model, ledger = h64
     if not rotation:
         monkeypatch.setenv("LLAMA_ATTN_ROT_DISABLE", "1")
-    ctx = context(model, **stored_as(kind))
+    ctx = make_context("llama_h64", **stored_as(kind))
     edge = 64 if rotation and GgmlType[kind.upper()].is_quantized else 0
     assert ctx.native.hadamard("attention") == (edge, edge)
-    tokens = words(model)
+    tokens = words(ctx.model)
     ctx.decode(tokens)
     ledger.clear()
     ledger.decode(0, tokens)
     cells = ledger.cells(0)
     arrays, before_rope = ctx.kv(0, dtype=np.float32), ctx.kv(0, rope=False)
     # In later layers the rounding of the first ones is computed on, and is no longer bounded.
-    deep = model.n_layer if kind in ("f32", "f16") else 1
+    deep = ctx.model.n_layer if kind in ("f32", "f16") else 1
     for i in range(deep):
         tolerance = ERROR[kind] * (1 if i == 0 else 10)
         layer = arrays.layers[i]
@@ -119,11 +116,9 @@ def test_values_are_those_of_a_numpy_forward_pass(
 
 @pytest.mark.hazard("N30")
 @pytest.mark.parametrize("kind", ERROR)
-def test_floats_written_back_are_the_bits_that_were_there(
-    h64: tuple[LlamaModel, LedgerLlama], kind: str
-) -> None:
-    ctx = context(h64[0], **stored_as(kind))
-    ctx.decode(words(h64[0]))
+def test_floats_written_back_are_the_bits_that_were_there(kind: str, make_context: Make) -> None:
+    ctx = make_context("llama_h64", **stored_as(kind))
+    ctx.decode(words(ctx.model))
     for dtype in ("stored", np.float32):
         ctx.write_kv(ctx.kv(0, dtype=dtype), 1)
         assert different(ctx.kv(0, dtype="stored"), ctx.kv(1, dtype="stored")) == []
@@ -200,13 +195,12 @@ def attention_parts(arrays: SequenceKV) -> list[SequenceKV]:
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 @pytest.mark.parametrize("name", [*shiftable(), "lfm2_swa"])
 def test_rope_is_what_numpy_computes_from_its_definition(
-    name: str, scale: float, model_folder: Path
+    name: str, scale: float, make_context: Make
 ) -> None:
-    model = LlamaModel(make_model(name, model_folder))
     arch = MODELS[name].arch
-    ctx = context(model, **EXACT, rope_freq_scale=scale)
-    ctx.decode(words(model))
-    base = float(model.metadata.get(f"{arch}.rope.freq_base", 10000.0))
+    ctx = make_context(name, rope_freq_scale=scale)
+    ctx.decode(words(ctx.model))
+    base = float(ctx.model.metadata.get(f"{arch}.rope.freq_base", 10000.0))
     by = 37
     unshifted, plain = ctx.kv(0), ctx.kv(0, rope=False)
     shifted: SequenceKV | None = None
@@ -233,11 +227,11 @@ def test_rope_is_what_numpy_computes_from_its_definition(
                 assert np.array_equal(moved.layers[i].values, layer.values)
 
 
-def test_frequency_factors_of_the_model_are_used(tmp_path: Path) -> None:
+def test_frequency_factors_of_the_model_are_used(tmp_path: Path, make_context: Make) -> None:
     factors = np.linspace(1, 8, 8, dtype=np.float32)
     path = with_rope_factors(tmp_path, factors)
     assert any(t.name == "rope_freqs.weight" for t in gguf.GGUFReader(path).tensors)
-    ctx = context(LlamaModel(path), **EXACT)
+    ctx = make_context(LlamaModel(path))
     ctx.decode(words(ctx.model))
     base = float(ctx.model.metadata["llama.rope.freq_base"])
     for layer, plain in zip(ctx.kv(0).layers, ctx.kv(0, rope=False).layers, strict=True):
@@ -246,17 +240,18 @@ def test_frequency_factors_of_the_model_are_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("factor", [0.25, 0.7])
-def test_yarn_is_undone_with_its_length(model_folder: Path, factor: float) -> None:
+def test_yarn_is_undone_with_its_length(
+    model: Callable[..., LlamaModel], make_context: Make, factor: float
+) -> None:
     """The keys before RoPE do not depend on how they are rotated afterwards, in the first layer."""
-    model = LlamaModel(make_model("llama3l", model_folder, n_embd=256, n_head=2))
-    plain = context(model, **EXACT)
+    wide = model("llama3l", n_embd=256, n_head=2)
     options = {"rope_scaling_type": "yarn", "rope_freq_scale": factor, "yarn_beta_fast": 8.0}
-    yarn = context(model, **EXACT, **options)
+    plain, yarn = make_context(wide), make_context(wide, **options)
     facts = yarn.native.rope(0)
     assert facts is not None
     assert facts["ext_factor"] == 1
     for ctx in (plain, yarn):
-        ctx.decode(words(model))
+        ctx.decode(words(wide))
     keys = [np.asarray(ctx.kv(0, rope=False).layers[0].keys) for ctx in (plain, yarn)]
     assert np.abs(keys[0] - keys[1]).max() < 1e-4
     longer = [np.linalg.norm(ctx.kv(0).layers[0].keys) for ctx in (plain, yarn)]
@@ -267,10 +262,9 @@ def test_yarn_is_undone_with_its_length(model_folder: Path, factor: float) -> No
     assert np.abs(np.asarray(yarn.kv(0).layers[0].keys) - rotated).max() < 1e-5
 
 
-def test_keys_before_rope_can_be_written_at_other_positions(model_folder: Path) -> None:
-    model = LlamaModel(make_model("llama3l", model_folder))
-    ctx = context(model, **EXACT)
-    ctx.decode(words(model))
+def test_keys_before_rope_can_be_written_at_other_positions(make_context: Make) -> None:
+    ctx = make_context("llama3l")
+    ctx.decode(words(ctx.model))
     plain = ctx.kv(0, rope=False)
     ctx.write_kv(replace(plain, positions=plain.positions + 5), 1)
     ctx.kv_cache_seq_add(0, None, None, 5)
@@ -279,8 +273,8 @@ def test_keys_before_rope_can_be_written_at_other_positions(model_folder: Path) 
         assert np.array_equal(a.values, b.values)
 
 
-def test_mrope_is_not_undone(model_folder: Path) -> None:
-    ctx = context(LlamaModel(make_model("qwen2vl", model_folder)))
+def test_mrope_is_not_undone(make_context: Make) -> None:
+    ctx = make_context("qwen2vl")
     ctx.decode(words(ctx.model))
     with pytest.raises(UnsupportedOperation, match="rope=True"):
         ctx.kv(0, rope=False)

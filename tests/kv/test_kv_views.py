@@ -8,17 +8,17 @@ import pickle
 import threading
 from collections import UserList, deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from memory.kit import Make
 from pykvcache import LlamaContext, LlamaModel
 from pykvcache._native import lib
 from pykvcache.errors import ClosedError, ReentryError, StaleViewError, UnsupportedOperation
 from pykvcache.kv import CacheView
-from support.models import EXACT, MODELS, make_model, usual
+from support.models import EXACT, MODELS, usual
 
 from .kit import different, pairs, words
 
@@ -27,14 +27,11 @@ pytestmark = pytest.mark.not_on_a_device(reason="the CPU cannot look into its me
 WITH_MEMORY = [name for name in usual(MODELS) if MODELS[name].has_arrays]
 
 
-@pytest.fixture(scope="module")
-def model(model_folder: Path) -> LlamaModel:
-    return LlamaModel(make_model("llama3l", model_folder))
-
-
-def context(model: LlamaModel, **options: Any) -> LlamaContext:
-    ctx = LlamaContext(model, n_ctx=1024, n_seq_max=4, n_threads=1, **{**EXACT, **options})
-    ctx.decode(words(model))
+@pytest.fixture
+def ctx(make_context: Make) -> LlamaContext:
+    """A context that holds N tokens in sequence 0."""
+    ctx = make_context("llama3l", n_ctx=1024)
+    ctx.decode(words(ctx.model))
     return ctx
 
 
@@ -46,13 +43,11 @@ def first_keys(ctx: LlamaContext, seq_id: int = 0) -> CacheView:
 
 @pytest.mark.parametrize(("flash", "streams"), [("enabled", False), ("disabled", True)])
 @pytest.mark.parametrize("name", WITH_MEMORY)
-def test_views_equal_copies(name: str, streams: bool, flash: str, model_folder: Path) -> None:
-    model = LlamaModel(make_model(name, model_folder))
-    options = {"flash_attn": flash, "kv_unified": not streams, "swa_full": False}
-    ctx = context(model, type_k="f32", type_v="f16", **options)
+def test_views_equal_copies(name: str, streams: bool, flash: str, make_context: Make) -> None:
+    options = {"flash_attn": flash, "kv_unified": not streams, "swa_full": False, "n_ctx": 1024}
+    ctx = make_context(name, type_v="f16", **options)
     for seq_id in (0, 2):
-        if seq_id:
-            ctx.decode(words(model, seed=4), seq_id=seq_id)
+        ctx.decode(words(ctx.model, seed=seq_id), seq_id=seq_id)
         views, copies = ctx.kv(seq_id, copy=False), ctx.kv(seq_id)
         assert different(views, copies) == []
         found = [view for name, view, _ in pairs(views, copies) if not name.endswith("positions")]
@@ -60,16 +55,16 @@ def test_views_equal_copies(name: str, streams: bool, flash: str, model_folder: 
         assert any(isinstance(view, CacheView) for view in found)
 
 
-def test_bits_are_viewed_where_numpy_lacks_the_type(model_folder: Path) -> None:
-    ctx = context(LlamaModel(make_model("llama_h64", model_folder)), type_k="q8_0", type_v="bf16")
+def test_bits_are_viewed_where_numpy_lacks_the_type(make_context: Make) -> None:
+    ctx = make_context("llama_h64", type_k="q8_0", type_v="bf16")
+    ctx.decode(words(ctx.model))
     with pytest.raises(UnsupportedOperation, match="stored"):
         ctx.kv(0, copy=False)
     assert different(ctx.kv(0, copy=False, dtype="stored"), ctx.kv(0, dtype="stored")) == []
 
 
-def test_nothing_is_copied(model: LlamaModel) -> None:
+def test_nothing_is_copied(ctx: LlamaContext) -> None:
     """Two views of one cell begin at one address, which is inside the cache."""
-    ctx = context(model)
     keys = first_keys(ctx)
     addresses: list[int] = []
     for view in (keys, keys[3:], first_keys(ctx)[3:]):
@@ -81,8 +76,7 @@ def test_nothing_is_copied(model: LlamaModel) -> None:
     assert keys.nbytes == keys.copy().nbytes
 
 
-def test_arithmetic_reads_the_memory_and_gives_arrays(model: LlamaModel) -> None:
-    ctx = context(model)
+def test_arithmetic_reads_the_memory_and_gives_arrays(ctx: LlamaContext) -> None:
     view = first_keys(ctx)
     copy = view.copy()
     results: list[tuple[Any, Any]] = [
@@ -112,8 +106,7 @@ def test_arithmetic_reads_the_memory_and_gives_arrays(model: LlamaModel) -> None
     assert repr(view) == f"<CacheView shape={view.shape}, dtype=float32>"
 
 
-def test_what_comes_out_shares_no_memory_with_the_cache(model: LlamaModel) -> None:
-    ctx = context(model)
+def test_what_comes_out_shares_no_memory_with_the_cache(ctx: LlamaContext) -> None:
     view = first_keys(ctx)
     results = [np.einsum("nhd->dhn", view), np.asarray(view), view.copy(), np.max(view, axis=0)]
     results += [np.positive(view), view[np.array([0])], np.where(True, view, 0)]
@@ -123,8 +116,7 @@ def test_what_comes_out_shares_no_memory_with_the_cache(model: LlamaModel) -> No
     assert all(result.any() for result in results)
 
 
-def test_views_are_read_only(model: LlamaModel) -> None:
-    ctx = context(model)
+def test_views_are_read_only(ctx: LlamaContext) -> None:
     view = first_keys(ctx)
     with pytest.raises(TypeError):
         view[0] = 0  # type: ignore[index]
@@ -159,8 +151,7 @@ CHANGES: dict[str, Callable[[LlamaContext], object]] = {
 
 @pytest.mark.hazard("N29")
 @pytest.mark.parametrize("change", CHANGES)
-def test_every_change_ends_a_view(model: LlamaModel, change: str) -> None:
-    ctx = context(model)
+def test_every_change_ends_a_view(ctx: LlamaContext, change: str) -> None:
     view = first_keys(ctx)
     part = view[2:4]
     assert view.is_valid
@@ -182,8 +173,7 @@ def test_every_change_ends_a_view(model: LlamaModel, change: str) -> None:
             use()
 
 
-def test_a_pending_shift_ends_a_view_when_it_is_applied(model: LlamaModel) -> None:
-    ctx = context(model)
+def test_a_pending_shift_ends_a_view_when_it_is_applied(ctx: LlamaContext) -> None:
     ctx.kv_cache_seq_add(0, None, None, 3)
     view = first_keys(ctx)  # applies it
     ctx.kv_cache_update()
@@ -192,8 +182,7 @@ def test_a_pending_shift_ends_a_view_when_it_is_applied(model: LlamaModel) -> No
     assert not view.is_valid
 
 
-def test_what_only_reads_leaves_views_alone(model: LlamaModel) -> None:
-    ctx = context(model)
+def test_what_only_reads_leaves_views_alone(ctx: LlamaContext) -> None:
     view = first_keys(ctx)
     ctx.logits()
     ctx.kv(0)
@@ -215,8 +204,7 @@ def test_what_only_reads_leaves_views_alone(model: LlamaModel) -> None:
 
 
 @pytest.mark.hazard("N29")
-def test_a_closed_context_ends_its_views(model: LlamaModel) -> None:
-    ctx = context(model)
+def test_a_closed_context_ends_its_views(ctx: LlamaContext) -> None:
     view = first_keys(ctx)
     ctx.close()
     assert not view.is_valid
@@ -225,8 +213,11 @@ def test_a_closed_context_ends_its_views(model: LlamaModel) -> None:
             use()
 
 
-def test_a_view_keeps_its_context_from_being_collected(model: LlamaModel) -> None:
-    ctx = context(model)
+def test_a_view_keeps_its_context_from_being_collected(
+    model: Callable[..., LlamaModel],
+) -> None:
+    ctx = LlamaContext(model("llama3l"), n_ctx=256, n_threads=1, **EXACT)
+    ctx.decode(words(ctx.model))
     expected = ctx.kv(0).layers[0].keys
     view = first_keys(ctx)
     del ctx
@@ -234,9 +225,8 @@ def test_a_view_keeps_its_context_from_being_collected(model: LlamaModel) -> Non
     assert np.array_equal(view, expected)
 
 
-def test_memory_that_gets_out_through_a_traceback_is_not_freed(model: LlamaModel) -> None:
+def test_memory_that_gets_out_through_a_traceback_is_not_freed(ctx: LlamaContext) -> None:
     """The only way to an array over the cache: an exception inside NumPy, and its frames."""
-    ctx = context(model)
     view = first_keys(ctx)
     kept: list[np.ndarray[Any, Any]] = []
     lib.read_regions([view._region], kept.append)
@@ -251,9 +241,8 @@ def test_memory_that_gets_out_through_a_traceback_is_not_freed(model: LlamaModel
         ctx.kv(0)
 
 
-def test_scattered_cells_are_refused_and_regular_ones_are_not(model: LlamaModel) -> None:
-    ctx = context(model)
-    for token in words(model, 6):
+def test_scattered_cells_are_refused_and_regular_ones_are_not(ctx: LlamaContext) -> None:
+    for token in words(ctx.model, 6):
         ctx.decode([token], seq_id=1)
         ctx.decode([token], seq_id=2)
     assert different(ctx.kv(1, copy=False), ctx.kv(1)) == []  # every second cell
@@ -263,8 +252,7 @@ def test_scattered_cells_are_refused_and_regular_ones_are_not(model: LlamaModel)
     ctx.kv(1)
 
 
-def test_options_that_need_a_copy_are_refused(model: LlamaModel) -> None:
-    ctx = context(model)
+def test_options_that_need_a_copy_are_refused(ctx: LlamaContext) -> None:
     for options in ({"dtype": np.float32}, {"rope": False}):
         with pytest.raises(ValueError, match="copy=False"):
             ctx.kv(0, copy=False, **options)
@@ -273,8 +261,7 @@ def test_options_that_need_a_copy_are_refused(model: LlamaModel) -> None:
             ctx.kv(0, dtype=dtype)
 
 
-def test_a_callback_cannot_change_the_cache_under_a_view(model: LlamaModel) -> None:
-    ctx = context(model)
+def test_a_callback_cannot_change_the_cache_under_a_view(ctx: LlamaContext) -> None:
     view = first_keys(ctx)
 
     def meddle(_: float) -> float:
@@ -286,8 +273,7 @@ def test_a_callback_cannot_change_the_cache_under_a_view(model: LlamaModel) -> N
     assert view.is_valid
 
 
-def test_threads_read_a_view_or_get_a_stale_view_error(model: LlamaModel) -> None:
-    ctx = context(model)
+def test_threads_read_a_view_or_get_a_stale_view_error(ctx: LlamaContext) -> None:
     expected = np.linalg.norm(ctx.kv(0).layers[0].keys)
     done = threading.Event()
     wrong: list[object] = []
@@ -306,7 +292,7 @@ def test_threads_read_a_view_or_get_a_stale_view_error(model: LlamaModel) -> Non
     for thread in threads:
         thread.start()
     try:
-        for token in words(model, 30):
+        for token in words(ctx.model, 30):
             ctx.decode([token], seq_id=1)
     finally:
         done.set()
@@ -318,21 +304,20 @@ def test_threads_read_a_view_or_get_a_stale_view_error(model: LlamaModel) -> Non
 # The code of others: the memory of a cache gets out to nobody ------------------------------
 
 
-def test_views_in_what_numpy_looks_into_and_this_does_not(model: LlamaModel) -> None:
+def test_views_in_what_numpy_looks_into_and_this_does_not(ctx: LlamaContext) -> None:
     """No view was found in such arguments, and the list of none was read from."""
-    with context(model) as ctx:
-        view = first_keys(ctx)
-        for joined in (np.stack, np.concatenate, np.vstack, np.block):
-            for given in (deque([view, view]), UserList([view, view])):
-                with contextlib.suppress(TypeError, ValueError):
-                    assert not_of_a_cache(joined(given))  # type: ignore[operator]
-        with pytest.raises(TypeError, match="in a list or a tuple"):
-            view.__array_function__(np.sum, (), (1,), {})
-        with pytest.raises(TypeError, match="in a list or a tuple"):
-            view.__array_ufunc__(np.add, "__call__", 1, 2)
-        with pytest.raises(ValueError, match="no regions"):
-            lib.read_regions([], lambda: 0)
-        assert np.stack([view, view]).shape == (2, *view.shape)
+    view = first_keys(ctx)
+    for joined in (np.stack, np.concatenate, np.vstack, np.block):
+        for given in (deque([view, view]), UserList([view, view])):
+            with contextlib.suppress(TypeError, ValueError):
+                assert not_of_a_cache(joined(given))  # type: ignore[operator]
+    with pytest.raises(TypeError, match="in a list or a tuple"):
+        view.__array_function__(np.sum, (), (1,), {})
+    with pytest.raises(TypeError, match="in a list or a tuple"):
+        view.__array_ufunc__(np.add, "__call__", 1, 2)
+    with pytest.raises(ValueError, match="no regions"):
+        lib.read_regions([], lambda: 0)
+    assert np.stack([view, view]).shape == (2, *view.shape)
 
 
 def not_of_a_cache(array: Any) -> bool:

@@ -55,7 +55,7 @@ fuzz: $(VENV)/.dev $(VENV)/.built ## hostile calls, damaged models, random progr
 	PYKVCACHE_FUZZ_INTERRUPTS=$(INTERRUPTS) \
 	  $(BIN)/python -m pytest -n auto -v --hypothesis-profile=fuzz tests/binding/test_hostile.py \
 	  tests/arrays/test_arrays_hostile.py tests/memory/test_random_programs.py tests/binding/test_damaged.py tests/binding/test_words.py \
-	  tests/state/test_llama_files.py tests/test_ctrl_c.py \
+	  tests/state/test_raw.py tests/test_ctrl_c.py \
 	  tests/generate/test_mixed.py tests/state/test_partial_programs.py tests/arrays/ollama/test_ollama_causal_properties.py \
 	  tests/arrays/ollama/test_ollama_recurrent.py tests/arrays/ollama/test_ollama_input_cache.py tests/arrays/mlx/test_mlx_properties.py \
 	  tests/sequence/test_shifted.py tests/prefix/test_programs.py \

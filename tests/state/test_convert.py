@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from pykvcache._codec import as_floats, rotated
 from pykvcache.errors import StateDamaged, StateError, StateLayoutMismatch
 from pykvcache.state.layout import Part
 from state.kit import WORDS, forged, next_logits, refused
+from state.test_forged import spoil
 from support.models import RIGHT
 
 if TYPE_CHECKING:
@@ -164,16 +164,10 @@ def test_values_that_another_type_cannot_hold_are_refused(
     with refused(target, StateError):
         target.restore_sequence(state, 0, convert=True)
     source.restore_sequence(state, 1)  # as it is, it can be kept
-    for value in (np.nan, -np.inf):  # such a state can neither be kept nor, from a file, converted
+    for value in (np.nan, -np.inf):
         with pytest.raises(StateDamaged, match="NaN"):
             with_values(source, float(value))
-
-    def spoil(_: Any, tensors: Any) -> None:
-        key = "attention.layers.0.k"
-        data = np.array(tensors[key].data)
-        data.reshape(-1)[-4:] = 0xFF
-        tensors[key] = replace(tensors[key], data=data)
-
-    damaged = SequenceState.from_bytes(forged(state.to_bytes(), spoil))
+    source.decode(WORDS[:5], seq_id=2)
+    damaged = SequenceState.from_bytes(forged(source.sequence_state(2).to_bytes(), spoil))
     with refused(target, StateDamaged):
         target.restore_sequence(damaged, 0, convert=True)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pykvcache import SequenceState, describe_state
-from pykvcache.errors import StateDamaged, StateError, StateVersionError
+from pykvcache.errors import StateDamaged, StateError
 from pykvcache.state import ContextState, StateInfo
 from state.kit import WORDS
 
@@ -217,6 +217,7 @@ def test_metadata_that_no_file_can_hold(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.hazard("S11", "S12")
 def test_token_count_must_match_positions(make_context: ContextFactory, tmp_path: Path) -> None:
     for name in ("llama", "gemma3", "mamba", "jamba"):
         ctx = make_context(name)
@@ -226,9 +227,12 @@ def test_token_count_must_match_positions(make_context: ContextFactory, tmp_path
                 ctx.save_sequence(tmp_path / "a", 1, tokens=WORDS[:n])
             with pytest.raises(ValueError, match=f"{n} tokens given"):
                 ctx.save_context(tmp_path / "a", tokens={1: WORDS[:n]})
+            with pytest.raises(ValueError, match=f"{n} tokens given"):
+                ctx.save_llama_file(tmp_path / "a", 1, WORDS[:n])
     for bad in ("text", [1.5] * 20, b"x" * 20, 5):
-        with pytest.raises(TypeError):
-            ctx.save_sequence(tmp_path / "a", 1, tokens=bad)  # type: ignore[arg-type]
+        for save in (ctx.save_sequence, ctx.save_llama_file):
+            with pytest.raises(TypeError):
+                save(tmp_path / "a", 1, tokens=bad)  # type: ignore[arg-type]
     for key in ("1", 1.0, None, True):
         with pytest.raises(TypeError):
             ctx.context_state(tokens={key: WORDS[:20]})  # type: ignore[dict-item]
@@ -272,12 +276,3 @@ def test_states_are_immutable(make_context: ContextFactory, tmp_path: Path) -> N
     for bad in ("text", 5, None, [1, 2]):
         with pytest.raises(TypeError):
             SequenceState.from_bytes(bad)  # type: ignore[arg-type]
-
-
-def test_a_checksum_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pykvcache.state.container._xxh3", lambda: None)
-    from pykvcache.state.container import best_checksum, find_checksum
-
-    assert best_checksum() == "sha256"
-    with pytest.raises(StateVersionError, match="extra state"):
-        find_checksum("xxh3-128")

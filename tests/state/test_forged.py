@@ -93,6 +93,14 @@ def shorter(name: str) -> Edit:
     return edit
 
 
+def spoil(_: Text, tensors: Tensors) -> None:
+    """Make the last values NaN, in every type of float."""
+    name = [name for name in tensors if name.rpartition(".")[2] in ("k", "v", "r", "s")][-1]
+    data = tensors[name].data.copy()
+    data.reshape(-1)[-8:] = 0xFF
+    tensors[name] = replace(tensors[name], data=data)
+
+
 P, K = "attention.positions", "attention.layers.0.k"
 HERE = np.arange(12)
 # What is refused when it is read, all as StateDamaged.
@@ -178,6 +186,7 @@ UNFIT: dict[str, tuple[str, Edit, type[StateError] | type[NoKvCacheSlot]]] = {
     "elements": ("llama", row(3, 2**62 - 1), StateLayoutMismatch),
     "rotation": ("llama", row(7, 64), StateLayoutMismatch),
     "huge rotation": ("llama", row(7, 2**40), StateLayoutMismatch),
+    **{f"NaN in {n}": (n, spoil, StateDamaged) for n in ("llama", "gemma3", "mamba", "jamba")},
 }
 
 
@@ -244,6 +253,7 @@ WHOLE: dict[str, Edit] = {
     "n_tokens": text(n_tokens="0"),
     "tokens": put("tokens.0", WORDS[:2]),
     "tokens of none": put("tokens.x", WORDS[:2]),
+    "NaN": spoil,
 }
 
 

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from pykvcache import SequenceState
-from pykvcache.errors import StateFileError
 from pykvcache.state import ContextState
-from state.kit import WORDS, cells_of, next_logits, refused
+from state.kit import WORDS, cells_of, next_logits
 
 if TYPE_CHECKING:
     from conftest import ContextFactory
@@ -163,25 +162,6 @@ def test_without_permission(two: tuple[SequenceState, SequenceState], tmp_path: 
     closed.chmod(0o755)
     assert (closed / "old").read_bytes() == old
     assert [path.name for path in closed.iterdir()] == ["old"]
-
-
-def test_pipes_and_devices_are_refused(
-    two: tuple[SequenceState, SequenceState], make_context: ContextFactory, tmp_path: Path
-) -> None:
-    """A pipe would wait for ever; a rename would put a file in the place of a device."""
-    ctx = make_context("llama")
-    ctx.decode(WORDS[:5])
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", Path("/dev/null"), Path("/dev/full")):
-        kind = stat.S_IFMT(path.stat().st_mode)
-        with pytest.raises(StateFileError, match="not a regular file"):
-            two[0].save(path)
-        with refused(ctx, StateFileError):
-            ctx.load_sequence(path, 0)
-        with pytest.raises(StateFileError):
-            SequenceState.load(path, mapped=False)
-        assert stat.S_IFMT(path.stat().st_mode) == kind
-    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_a_link_stays_and_its_target_is_replaced(

@@ -16,8 +16,6 @@ from pykvcache import LlamaContext, LlamaModel, SequenceState, describe_state
 from pykvcache.errors import (
     NoKvCacheSlot,
     SequenceIdError,
-    StateFileError,
-    StateFileNotFound,
     StateLayoutMismatch,
     StateModelMismatch,
     UnsupportedOperation,
@@ -195,37 +193,6 @@ def test_a_state_of_more_cells_than_the_cache_has(
         with refused(one, NoKvCacheSlot, match="300 cells"):
             one.set_state(big.get_state(seq_id), seq_id)
     small.restore_sequence(state[:150], 0)
-
-
-@pytest.mark.hazard("S13")
-def test_files_that_cannot_be_read_or_written(make_context: ContextFactory, tmp_path: Path) -> None:
-    ctx = make_context("llama")
-    ctx.decode(WORDS[:12])
-    missing, folder = tmp_path / "none", tmp_path / "folder"
-    folder.mkdir()
-    for path in (missing, tmp_path / "no" / "where", ""):
-        with refused(ctx, StateFileNotFound) as caught:
-            ctx.load_sequence(path, 0)
-        assert caught.value.filename == str(path)
-        assert isinstance(caught.value, FileNotFoundError)
-    for path, kind in ((folder, StateFileError), (f"{missing}\0", StateFileError)):
-        with refused(ctx, kind):
-            ctx.load_sequence(path, 0)
-        with refused(ctx, kind):
-            ctx.load_context(path)
-        with refused(ctx, kind):
-            ctx.save_sequence(path, 0)
-        with pytest.raises(kind):
-            describe_state(path)
-    for path in (tmp_path / "no" / "where", ""):
-        with refused(ctx, StateFileNotFound):
-            ctx.save_sequence(path, 0)
-    for path in (5, None, 1.0):
-        with refused(ctx, TypeError):
-            ctx.load_sequence(path, 0)  # type: ignore[arg-type]
-        with refused(ctx, TypeError):
-            ctx.save_sequence(path, 0)  # type: ignore[arg-type]
-    assert list(tmp_path.iterdir()) == [folder]
 
 
 @pytest.mark.parametrize("name", ["bert", "t5"])

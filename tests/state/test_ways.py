@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -11,8 +13,15 @@ import numpy as np
 import pytest
 
 from memory.kit import Case, apart
-from pykvcache import LlamaContext
-from pykvcache.errors import NoKvCacheSlot, SeqIdTooLarge, SequenceIdError
+from pykvcache import LlamaContext, describe_state
+from pykvcache.errors import (
+    ClosedError,
+    NoKvCacheSlot,
+    SeqIdTooLarge,
+    SequenceIdError,
+    StateFileError,
+    StateFileNotFound,
+)
 from state.kit import CASES, WORDS, cells_of, next_logits, refused
 from support.builds import PLAIN
 from support.models import RIGHT
@@ -55,6 +64,7 @@ WHOLE = (
     Way("save_context", "load_context", is_whole=True),
     Way("save_llama_file", "load_llama_file", is_whole=True),
 )
+FILES = tuple(way for way in SEQUENCES + WHOLE if "save" in way.taking)
 every_sequence = pytest.mark.parametrize("way", SEQUENCES, ids=str)
 every_way = pytest.mark.parametrize("way", SEQUENCES + WHOLE, ids=str)
 
@@ -222,4 +232,55 @@ def test_sequences_that_a_context_lacks_are_refused(
             way.put(ctx, taken, bad)
         with refused(ctx, error):
             way.take(ctx, bad, tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.hazard("S13")
+@pytest.mark.skipif(os.name == "nt", reason="pipes and devices of POSIX")
+@pytest.mark.parametrize("way", FILES, ids=str)
+def test_files_that_cannot_be_read_or_written(
+    way: Way, make_context: ContextFactory, tmp_path: Path
+) -> None:
+    """A pipe would wait for ever; a rename would put a file in the place of a device."""
+    ctx = make_context("llama")
+    ctx.decode(WORDS[:12])
+    folder, pipe, nowhere = (tmp_path / name for name in ("folder", "pipe", "no/where"))
+    folder.mkdir()
+    os.mkfifo(pipe)
+    paths: list[tuple[Any, type[Exception]]] = [
+        *((path, StateFileNotFound) for path in (nowhere, "")),
+        *((path, StateFileError) for path in (folder, f"{nowhere}\0", pipe, "/dev/null")),
+        *((path, TypeError) for path in (5, None, 1.0)),
+    ]
+    for path, error in paths:
+        with refused(ctx, error) as loading:
+            way.put(ctx, path, 0)
+        with refused(ctx, error) as saving:
+            way.take(ctx, 0, path)
+        with pytest.raises(error):
+            describe_state(path)
+        if error is not TypeError:
+            assert loading.value.filename == saving.value.filename == str(path)
+        if error is StateFileNotFound:
+            assert isinstance(loading.value, FileNotFoundError)
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert sorted(tmp_path.iterdir()) == [folder, pipe]
+
+
+@every_way
+def test_a_closed_context_raises_closed_error_before_any_other(
+    way: Way, make_context: ContextFactory, tmp_path: Path
+) -> None:
+    ctx, fresh = make_context("llama"), make_context("llama")
+    ctx.decode(WORDS[:5])
+    taken = [way.take(ctx, 0, tmp_path / "a")]
+    taken += [tmp_path / "none"] if way in FILES else []
+    for closed in (ctx, fresh):
+        closed.close()
+        for one in taken:
+            with pytest.raises(ClosedError):
+                way.put(closed, one, 0)
+        with pytest.raises(ClosedError):
+            way.take(closed, 0, tmp_path / "b")
     assert not (tmp_path / "b").exists()

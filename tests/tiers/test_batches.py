@@ -7,13 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from memory.kit import Fresh, Make
+from memory.kit import Fresh, Make, words
 from pykvcache import BatchGenerator, PrefixCache
 from pykvcache.prefix.sequence import request_of
 from pykvcache.prefix.stores import MemoryStore
+from tiers.kit import SIZE, WAIT, write
 from tiers.slow import SlowStore
-from tiers.test_damage import write
-from tiers.test_tiers import SIZE, WAIT, words
 
 SHARED = words(1, 80)
 

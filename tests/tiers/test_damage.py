@@ -11,21 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memory.kit import Case, Fresh, Logits, Make, apart
+from memory.kit import Case, Fresh, Logits, Make, apart, words
 from prefix.model_free import token_bytes
-from pykvcache import LlamaContext, PrefixCache
+from pykvcache import PrefixCache
 from pykvcache.errors import StoreError
 from pykvcache.prefix.block_hash import block_names
 from pykvcache.prefix.stores import BlockStore, Envelope, MemoryStore
 from pykvcache.prefix.tiers.loader import TAIL_OVERHEAD, TailRecord
 from stores.kinds import SHARED, STORES
 from support.examples import examples
-from tiers.test_tiers import SIZE, WAIT, clear_memory, total, words
-
-
-def write(ctx: LlamaContext, tier: object, prompt: list[int]) -> None:
-    with PrefixCache(ctx, block_size=SIZE, **WAIT, tiers=[tier]) as cache:  # type: ignore[list-item]
-        cache.sequence(prompt).evaluate()
+from tiers.kit import SIZE, WAIT, clear_memory, evaluate, total, write
 
 
 @pytest.mark.hazard("N78")
@@ -156,9 +151,7 @@ class Bench:
     def __init__(self, cache: PrefixCache, store: BlockStore, case: Case, wanted: Logits) -> None:
         self.cache, self.store, self.case, self.wanted = cache, store, case, wanted
         self.is_plain = case.name == "llama"
-        with cache.sequence(PROMPT) as sequence:
-            sequence.evaluate()
-        assert cache.flush(60)
+        evaluate(cache, PROMPT)
         self.right = {entry.key: self.read(entry.key) for entry in store.entries()}
         envelope = cache._core.link.tiers[0].sealed.envelope
         names = block_names(cache._core.blocks.memory.root(""), token_bytes(PROMPT), 4 * SIZE)

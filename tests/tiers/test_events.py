@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from memory.kit import Make
+from memory.kit import Make, words
 from pykvcache import PrefixCache
 from pykvcache.prefix.block_hash import NamedPrompt
 from pykvcache.prefix.events import (
@@ -24,7 +24,7 @@ from pykvcache.prefix.stores import FolderStore, MemoryStore
 from pykvcache.prefix.tiers import tier as tiers_module
 from pykvcache.prefix.tiers.tier import Notices
 from pykvcache.prefix.zmq_events import as_map
-from tiers.test_tiers import SIZE, WAIT, clear_memory, words
+from tiers.kit import SIZE, WAIT, clear_memory, evaluate, write
 
 
 def below(events: Sequence[CacheEvent]) -> list[CacheEvent]:
@@ -51,9 +51,7 @@ def test_a_tier_says_what_came_once_and_with_its_tokens(
     prompt = words(1, 45)
     cache = PrefixCache(make_context("llama"), block_size=SIZE, tiers=[tier], **WAIT)
     for _ in range(2):
-        with cache.sequence(prompt) as sequence:
-            sequence.logits()
-        assert cache.flush(30)
+        evaluate(cache, prompt)
     events = list(cache.events)
     (stored,) = below(events)
     in_memory = next(event for event in events if isinstance(event, BlockStored))
@@ -65,9 +63,7 @@ def test_a_tier_says_what_came_once_and_with_its_tokens(
     assert stored.block_size == SIZE
     assert as_map(stored)["medium"] == medium
     # A longer prompt: what is new, after the block that is known.
-    with cache.sequence(prompt + words(2, 20)) as sequence:
-        sequence.logits()
-    assert cache.flush(30)
+    evaluate(cache, prompt + words(2, 20))
     (more,) = below(list(cache.events))
     assert isinstance(more, BlockStored)
     assert more.parent_block_hash == stored.block_hashes[-1]
@@ -77,8 +73,7 @@ def test_a_tier_says_what_came_once_and_with_its_tokens(
 
 def test_what_another_process_left_is_said_when_it_is_taken(make_context: Make) -> None:
     store, prompt = MemoryStore(), words(1, 45)
-    with PrefixCache(make_context("llama"), block_size=SIZE, tiers=[store]) as cache:
-        cache.sequence(prompt).evaluate()
+    write(make_context("llama"), store, prompt)
     with PrefixCache(make_context("llama"), block_size=SIZE, tiers=[store], **WAIT) as cache:
         assert cache.sequence(prompt).reuse.remote == 44
         said = below(list(cache.events))
@@ -94,9 +89,7 @@ def test_what_goes_is_said_whoever_removed_it(make_context: Make, tmp_path: Path
     cache = PrefixCache(make_context("llama"), block_size=SIZE, tiers=[store], **WAIT)
     heard: list[CacheEvent] = []
     cache.events.subscribe(heard.append)
-    with cache.sequence(prompt) as sequence:
-        sequence.logits()
-    assert cache.flush(30)
+    evaluate(cache, prompt)
     stored = next(event for event in below(heard) if isinstance(event, BlockStored))
     clear_memory(cache)
     damaged, gone = stored.block_hashes[3], stored.block_hashes[1]
@@ -113,9 +106,7 @@ def test_what_goes_is_said_whoever_removed_it(make_context: Make, tmp_path: Path
     # Removed elsewhere, and no request looks for it: noticed with the next write.
     with FolderStore(tmp_path) as other:
         assert other.discard([stored.block_hashes[0]]) == 1
-    with cache.sequence(words(2, 20)) as sequence:
-        sequence.logits()
-    assert cache.flush(30)
+    evaluate(cache, words(2, 20))
     assert len(names(heard, "DISK")) == 4
     assert stored.block_hashes[0] not in names(heard, "DISK")
     cache.close()
@@ -133,9 +124,7 @@ def test_a_store_that_gives_no_answer_has_lost_nothing(make_context: Make) -> No
 
     store = Failing()
     cache = PrefixCache(make_context("llama"), block_size=SIZE, tiers=[store], **WAIT)
-    with cache.sequence(words(1, 45)) as sequence:
-        sequence.logits()
-    assert cache.flush(30)
+    evaluate(cache, words(1, 45))
     clear_memory(cache)
     store.is_out = True
     cache.sequence(words(1, 45)).close()
@@ -169,9 +158,7 @@ def test_clear_leaves_no_tokens_of_a_tenant_in_what_waits(
 
     def work(seed: int, namespace: str) -> list[int]:
         prompt = words(seed, 45)
-        with cache.sequence(prompt, namespace=namespace) as sequence:
-            sequence.logits()
-        assert cache.flush(30)
+        evaluate(cache, prompt, namespace=namespace)
         return prompt
 
     work(1, "tenant")

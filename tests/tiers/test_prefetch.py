@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from memory.kit import Case, Fresh, Make, apart
+from memory.kit import Case, Fresh, Make, apart, words
 from pykvcache import PrefixCache
 from pykvcache.errors import ClosedError
 from pykvcache.prefix import prefetch
 from pykvcache.prefix.stores import MemoryStore
+from tiers.kit import SERVED, SIZE, WAIT, write
 from tiers.slow import SlowStore
-from tiers.test_damage import write
-from tiers.test_tiers import SERVED, SIZE, WAIT, words
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -27,10 +26,7 @@ def test_a_prompt_is_in_memory_before_it_is_asked_for(
     case: Case, make_context: Make, fresh_logits: Fresh
 ) -> None:
     prompt, store = words(1, 45), MemoryStore()
-    with PrefixCache(
-        make_context(case.name, **case.options), block_size=SIZE, tiers=[store]
-    ) as cache:
-        cache.sequence(prompt).evaluate()
+    write(make_context(case.name, **case.options), store, prompt)
     ctx = make_context(case.name, **case.options)
     cache = PrefixCache(ctx, block_size=SIZE, tiers=[store], tier_seconds=0)
     one = cache.prefetch(prompt)

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memory.kit import apart
+from memory.kit import apart, words
 from pykvcache import LlamaContext, LlamaModel, PrefixCache
 from pykvcache.prefix.stores import BlockStore, FolderStore, RedisStore
 from stores.servers import PATIENT, redis_server
 from support.models import EXACT, make_model
-from tiers.test_tiers import words
 from tiers.worker import answer, spawn
 
 

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memory.kit import Make
+from memory.kit import Make, words
 from pykvcache import PrefixCache
 from stores.servers import free_port
-from tiers.test_tiers import SIZE, WAIT, words
+from tiers.kit import SIZE, WAIT, evaluate
 
 pytest.importorskip("zmq", reason="pip install '.[zmq]'")
 pytest.importorskip("msgpack", reason="pip install '.[zmq]'")
@@ -228,9 +228,7 @@ def test_dynamo_sees_what_is_in_memory_and_on_disk(model_cache: PrefixCache) -> 
                 time.sleep(0.02)
                 if indexer.known(words(seed, SIZE + 1)):
                     break
-            with cache.sequence(prompt) as sequence:
-                sequence.evaluate()
-            assert cache.flush(30)
+            evaluate(cache, prompt)
             indexer.wait_for(prompt, cpu=40, disk=40)
             indexer.wait_for(prompt[:20] + words(2, 20), cpu=16, disk=16)
             cache.clear("")

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from memory.kit import Case, Fresh, Make, apart
+from memory.kit import Case, Fresh, Make, apart, words
 from pykvcache import LlamaContext, PrefixCache
 from pykvcache.cli import main
 from pykvcache.prefix.stores import BlockStore, MemoryStore
 from pykvcache.prefix.stores.folder_index import block_cost
 from stores.kinds import SHARED, STORES
-from tiers.test_tiers import SIZE, WAIT, clear_memory, words
+from tiers.kit import SIZE, WAIT, clear_memory, evaluate
 
 POPULAR = words(1, 41)
 
@@ -75,9 +75,7 @@ def test_the_command_trims_what_was_used_longest_ago(
     with STORES[where].running(tmp_path) as kind:
         with PrefixCache(ctx, block_size=SIZE, tiers=[kind.open()], **WAIT) as cache:
             for i, prompt in enumerate((*prompts, *prompts[:2])):
-                with cache.sequence(prompt) as sequence:
-                    sequence.evaluate()
-                assert cache.flush(60)
+                evaluate(cache, prompt)
                 if where == "redis" and i in (4, 5):
                     time.sleep(1.05)  # its clock of uses has seconds
             cache._core.link.tiers[0].sealed.store.close()

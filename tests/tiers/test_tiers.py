@@ -9,35 +9,19 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from memory.kit import CASES, Case, Fresh, Make, apart, words
+from memory.kit import Case, Fresh, Make, apart, words
 from pykvcache import PrefixCache
 from pykvcache.errors import ClosedError, StoreError
 from pykvcache.prefix import core
-from pykvcache.prefix.report import ReuseReport
 from pykvcache.prefix.stores import FolderStore, MemoryStore
 from pykvcache.prefix.tier_link import TierLink
 from pykvcache.prefix.tiers.cost_model import EvaluationTime
 from stores.servers import freeze, redis_server
+from tiers.kit import SERVED, SIZE, WAIT, evaluate, total, write
 from tiers.slow import SlowStore
-
-SERVED = tuple(case for case in CASES if case.has_states and case.name != "t5")
-SIZE = 8
-#: Tiny models evaluate faster than any store answers.
-WAIT: dict[str, Any] = {"tier_seconds": 20}
-
-
-def clear_memory(cache: PrefixCache) -> None:
-    """Drop all that a cache keeps in memory; what waits for tiers stays."""
-    with cache._core.pool, cache._core.blocks.change():
-        cache._core.blocks.clear(None)
-
-
-def total(report: ReuseReport) -> int:
-    return report.live + report.ram + report.disk + report.remote + report.evaluated
 
 
 @pytest.mark.parametrize("case", SERVED, ids=str)
@@ -75,8 +59,7 @@ def test_another_context_begins_where_the_first_one_stopped(
 def test_the_nearest_tier_is_asked_first_and_gets_what_another_has(make_context: Make) -> None:
     near, far = MemoryStore(), MemoryStore()
     prompt = words(1, 40)
-    with PrefixCache(make_context("llama"), block_size=SIZE, **WAIT, tiers=[far]) as cache:
-        cache.sequence(prompt).evaluate()
+    write(make_context("llama"), far, prompt)
     with PrefixCache(make_context("llama"), block_size=SIZE, **WAIT, tiers=[near, far]) as cache:
         with cache.sequence(prompt) as sequence:
             assert sequence.reuse.remote == 39
@@ -109,8 +92,7 @@ def test_windows_and_states_count_in_how_long_loading_takes(
 ) -> None:
     """Mamba has nothing else: each load was thought to take no longer than an empty request."""
     prompt, store, thought = words(1, 61), MemoryStore(), list[int]()
-    with PrefixCache(make_context(name), block_size=SIZE, tiers=[store]) as cache:
-        cache.sequence(prompt).evaluate()
+    write(make_context(name), store, prompt)
     with PrefixCache(make_context(name), block_size=SIZE, tiers=[store], **WAIT) as cache:
         tier = cache._core.link.tiers[0]
 
@@ -198,8 +180,7 @@ def test_the_first_request_waits_for_its_tiers_although_evaluation_was_not_timed
     make_context: Make,
 ) -> None:
     prompt, store = words(1, 45), MemoryStore()
-    with PrefixCache(make_context("llama"), block_size=SIZE, tiers=[store]) as cache:
-        cache.sequence(prompt).evaluate()
+    write(make_context("llama"), store, prompt)
     for _ in range(50):  # a busy machine may take longer than the wait
         slow = SlowStore(store, latency=0.003)
         with PrefixCache(make_context("llama"), block_size=SIZE, tiers=[slow]) as cache:
@@ -232,9 +213,7 @@ def test_a_server_that_freezes_is_a_miss_and_soon_left_alone(
     with redis_server(tmp_path) as server:
         ctx = make_context("llama")
         cache = PrefixCache(ctx, block_size=SIZE, ram_bytes=0, tiers=[server.url])
-        with cache.sequence(prompt) as sequence:
-            sequence.logits()
-        assert cache.flush(30)
+        evaluate(cache, prompt)
         freeze(server.process)
         try:
             for i in range(4):

@@ -77,6 +77,7 @@ def broken(arrays: SequenceKV) -> dict[str, SequenceKV]:
     nan[0, 0, 0] = np.nan
     return {
         "a layer less": SequenceKV(arrays.positions, rest),
+        "a layer more": SequenceKV(arrays.positions, [first, *rest, first]),
         "other heads": SequenceKV(
             arrays.positions, [LayerKV(first.keys[:, :1], first.values), *rest]
         ),
@@ -86,6 +87,7 @@ def broken(arrays: SequenceKV) -> dict[str, SequenceKV]:
         ),
         "NaN": SequenceKV(arrays.positions, [LayerKV(nan, first.values), *rest]),
         "negative positions": SequenceKV(arrays.positions - 1, arrays.layers),
+        "huge positions": SequenceKV(arrays.positions + np.int64(2**32), arrays.layers),
         "float positions": SequenceKV(arrays.positions * 1.0, arrays.layers),  # type: ignore[arg-type]
     }
 

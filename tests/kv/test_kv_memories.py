@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -81,23 +82,30 @@ def test_into_another_context_of_another_type(name: str, make_context: Make) -> 
     assert np.abs(never_stopped - written).max() < 0.05
 
 
-@pytest.mark.parametrize("name", ["gemma3", "jamba", "lfm2_swa"])
+@pytest.mark.parametrize("name", ["gemma3", "jamba", "lfm2_swa", "mamba"])
 def test_parts_that_do_not_fit_each_other_are_refused(name: str, make_context: Make) -> None:
     ctx = make_context(name)
     ctx.decode(words(ctx.model))
     arrays = ctx.kv(0)
-    wrong: list[dict[str, Any]] = []
+    wrong: list[tuple[dict[str, Any], type[Exception]]] = []
     if arrays.window is not None:
         kept = (range(len(arrays.window) - 1), range(5, len(arrays.window)))
-        wrong += [{"window": None}, *({"window": arrays.window.select(k)} for k in kept)]
+        wrong += [({"window": arrays.window.select(k)}, StateError) for k in kept]
+        later = replace(arrays.window, positions=arrays.window.positions + 1)
+        wrong += [({"window": later}, StateError), ({"window": None}, StateError)]
+        wrong += [({"window": 5}, TypeError)]
     if arrays.recurrent is not None:
-        earlier = type(arrays.recurrent)(N - 2, arrays.recurrent.layers)
-        wrong += [{"recurrent": None}, {"recurrent": earlier}]
+        foreign = replace(arrays.recurrent, layers=[5] * len(arrays.recurrent.layers))
+        wrong += [({"recurrent": None}, StateError), ({"recurrent": foreign}, TypeError)]
+        wrong += [({"recurrent": 5}, TypeError)]
+    if arrays.recurrent is not None and arrays.layers:
+        earlier = replace(arrays.recurrent, position=N - 2)
+        wrong += [({"recurrent": earlier}, StateError)]
     else:
-        wrong += [{"positions": arrays.positions + 1}]
-    for change in wrong:
-        with pytest.raises(StateError):
-            ctx.write_kv(SequenceKV(**{**vars(arrays), **change}), 0)
+        wrong += [({"positions": np.arange(1, N + 1, dtype=np.int32)}, StateError)]
+    for change, error in wrong:
+        with pytest.raises(error):
+            ctx.write_kv(replace(arrays, **change), 0)
     assert different(arrays, ctx.kv(0)) == []
 
 

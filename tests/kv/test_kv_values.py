@@ -17,7 +17,7 @@ from memory.kit import Make
 from pykvcache import LlamaModel
 from pykvcache._native import lib
 from pykvcache.enums import GgmlType
-from pykvcache.errors import UnsupportedOperation
+from pykvcache.errors import StateError, UnsupportedOperation
 from pykvcache.kv import SequenceKV
 from support.blueprint import Tensor
 from support.models import MODELS, make_model, write_gguf
@@ -122,6 +122,10 @@ def test_floats_written_back_are_the_bits_that_were_there(kind: str, make_contex
     for dtype in ("stored", np.float32):
         ctx.write_kv(ctx.kv(0, dtype=dtype), 1)
         assert different(ctx.kv(0, dtype="stored"), ctx.kv(1, dtype="stored")) == []
+    arrays = ctx.kv(0, dtype="stored")
+    fewer = [replace(layer, keys=layer.keys[..., :-2]) for layer in arrays.layers]
+    with pytest.raises(StateError, match=r"attention layers\[0\]\.keys has"):
+        ctx.write_kv(replace(arrays, layers=fewer), 1)
 
 
 @pytest.mark.parametrize("kind", BOUND)

@@ -236,6 +236,8 @@ def test_token_count_must_match_positions(make_context: ContextFactory, tmp_path
     for key in ("1", 1.0, None, True):
         with pytest.raises(TypeError):
             ctx.context_state(tokens={key: WORDS[:20]})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match="must map sequence ids"):
+        ctx.context_state(tokens=WORDS[:20])  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 

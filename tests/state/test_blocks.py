@@ -25,12 +25,11 @@ from pykvcache.errors import (
     UnsupportedOperation,
 )
 from state.block_kit import SIZE, blocks_of, parts_of
+from state.partial_kit import LONG, MakeBench
 
-MakeBench = Callable[..., Bench]
 WITH_STATES = tuple(case for case in CASES if case.has_states and case.name != "t5")
 WITH_CELLS = tuple(case for case in WITH_STATES if case.info.memory != "recurrent")
 WINDOWED = tuple(case for case in WITH_STATES if case.info.n_swa)
-LONG = {"n_ctx": 2048, "n_ubatch": 32}
 
 
 @pytest.mark.parametrize("flash_attn", ["disabled", "enabled"])

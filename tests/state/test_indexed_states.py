@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from memory.kit import EVERY_CASE, Bench, Case, Make, apart
+from memory.kit import EVERY_CASE, Case, Make, apart
 from pykvcache import LlamaContext, LlamaModel, LlamaSequence, PrefixCache
 from pykvcache.errors import NoKvCacheSlot, StateDamaged, StateError, UnsupportedOperation
+from state.partial_kit import MakeBench
 from support.models import make_model
 from support.raw_states import runs
 
-MakeBench = Callable[..., Bench]
 INDEXED = tuple(case for case in EVERY_CASE if case.info.bounded and case.has_states)
 UNKNOWN = tuple(case for case in EVERY_CASE if case.info.can_cache and not case.has_states)
 

@@ -200,10 +200,9 @@ def test_models_without_states(name: str, make_context: ContextFactory, tmp_path
     llama, ctx = make_context("llama"), make_context(name, n_seq_max=1)
     llama.decode(WORDS[:5])
     for call in (
-        lambda: ctx.sequence_state(0),
-        ctx.context_state,
         lambda: ctx.save_sequence(tmp_path / "a", 0),
         lambda: ctx.save_context(tmp_path / "a"),
+        lambda: ctx.save_llama_file(tmp_path / "a"),
         ctx.state_size,
         ctx.get_state,
         lambda: ctx.set_state(b""),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,32 +9,31 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from memory.kit import CASES, Bench, Case, Logits, apart
+from memory.kit import CASES, Case, Logits, apart
 from pykvcache import CheckpointPolicy, LlamaContext, LlamaSequence
 from pykvcache.errors import ArgumentError
 from state.block_kit import parts_of
 from state.kit import WORDS, next_logits
+from state.partial_kit import LONG, MakeBench
 from support.models import RIGHT
 
 if TYPE_CHECKING:
     from conftest import ContextFactory, FreshLogits
 
-MakeBench = Callable[..., Bench]
 WINDOWED = [c for c in CASES if c.info.n_swa and c.has_states]
 CUT = [c for c in WINDOWED if not c.info.has_recurrent_state]
-LONG = {"n_ctx": 2048, "n_ubatch": 32, "n_seq_max": 2}
 N = 300
 
 
 @pytest.mark.parametrize("case", CUT, ids=str)
 def test_a_restored_sequence_is_cut_by_up_to_a_window(case: Case, bench: MakeBench) -> None:
-    b = bench(case, **LONG)
+    b = bench(case, **LONG, n_seq_max=2)
     tokens = b.feed(0, N).tolist()
     state, n_swa = b.ctx.sequence_state(0, tokens), case.info.n_swa
     window = state.parts[-1]
     assert window.positions.tolist() == [*range(N - 2 * n_swa + 1, N)]
     for swa_full in (True, False):
-        other = bench(replace(case, swa_full=swa_full), **LONG)
+        other = bench(replace(case, swa_full=swa_full), **LONG, n_seq_max=2)
         for back in (0, 1, n_swa // 2, n_swa, n_swa + 1):
             other.ctx.restore_sequence(state, 1)
             assert other.ctx.native.window_range(1) == (N - 2 * n_swa + 1, N)
@@ -51,7 +49,7 @@ def test_a_restored_sequence_is_cut_by_up_to_a_window(case: Case, bench: MakeBen
 
 @pytest.mark.parametrize("case", WINDOWED, ids=str)
 def test_raw_states_are_those_of_llama_cpp(case: Case, bench: MakeBench) -> None:
-    b = bench(case, **LONG)
+    b = bench(case, **LONG, n_seq_max=2)
     b.feed(0, N)
     native = b.ctx.native
     raw, whole = b.ctx.get_state(0), native.get_state(0, None, spare=True)
@@ -74,14 +72,14 @@ def test_spare_cells_are_dropped_if_there_is_no_room(
     case: Case, flash_attn: str, bench: MakeBench
 ) -> None:
     """With and without transposed values, and with any other sequences."""
-    wide = bench(replace(case, swa_full=True), **LONG, flash_attn=flash_attn)
+    wide = bench(replace(case, swa_full=True), **LONG, n_seq_max=2, flash_attn=flash_attn)
     tokens = wide.feed(0, N).tolist()
     first = wide.ctx.native.window_range(0)[0]
     out = [np.empty(wide.ctx.native.block_bytes(p) * N, np.uint8) for p in ("attention", "window")]
     assert first == 0
     assert wide.ctx.native.get_block(0, 0, N, out[0])
     assert wide.ctx.native.get_block(0, 0, N, out[1], "window")
-    b = bench(case, **LONG, flash_attn=flash_attn)
+    b = bench(case, **LONG, n_seq_max=2, flash_attn=flash_attn)
     for others in (0, 40, 400):
         b.ctx.clear_kv_cache()
         b.held = {}
@@ -109,7 +107,7 @@ def test_spare_cells_are_dropped_if_there_is_no_room(
 def test_parked_and_loaded_sequences_rewind_by_evaluating_one_token(
     case: Case, bench: MakeBench, tmp_path: Path
 ) -> None:
-    b = bench(case, **LONG)
+    b = bench(case, **LONG, n_seq_max=2)
     tokens, back = b.prompt(N).tolist(), case.info.n_swa - 1
     none = CheckpointPolicy(max_bytes=0)
 

@@ -304,11 +304,12 @@ class Chat:
         self._report(figures)
 
     def _report(self, figures: TurnFigures) -> None:
-        rate = figures.generated / figures.generating if figures.generating > 0 else 0.0
         took = f"evaluated in {figures.evaluating * 1e3:.0f} ms"
         parts = [f"{figures.n_prompt} tokens: {figures.reused} reused, {figures.evaluated} {took}"]
         if figures.is_evaluated:
-            parts.append(f"{figures.generated} generated, {rate:.0f} tokens/s")
+            parts.append(f"{figures.generated} generated")
+            if figures.generated > 1 and figures.generating > 0:
+                parts[-1] += f", {figures.generated / figures.generating:.0f} tokens/s"
         if figures.dropped:
             parts.append(f"no room for the answer: {_turns(figures.dropped)} dropped, the oldest")
         ends = {"length": "cut at --max-tokens or half of --n-ctx", "full": "the cache is full"}

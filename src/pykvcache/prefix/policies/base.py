@@ -106,7 +106,7 @@ class ByPriority(Policy):
     def priority(self, component: Component) -> Any:
         """Return a value that orders components: the smallest is evicted first.
 
-        It is called when a component becomes evictable and when it is used.
+        It is called when a component becomes evictable, and when an evictable one is used.
         """
         raise NotImplementedError(f"{type(self).__name__} must override priority()")
 

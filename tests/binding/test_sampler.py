@@ -74,17 +74,6 @@ def draw(ctx: LlamaContext, n: int = 60, **options: Any) -> list[int]:
     return [sampler.sample(ctx) for _ in range(n)]
 
 
-def test_what_leaves_one_token_takes_the_likeliest(ctx: LlamaContext) -> None:
-    best = int(ctx.logits().argmax())
-    for options in (
-        {"temperature": 0, "top_k": 5, "top_p": 0.1, "seed": 3},
-        {"top_k": 1, "temperature": 5.0},
-        {"top_p": 0.0, "temperature": 5.0},
-        {"min_p": 1.0, "temperature": 0.5},
-    ):
-        assert draw(ctx, 3, **options) == [best] * 3
-
-
 def test_seeds_differ(ctx: LlamaContext) -> None:
     assert draw(ctx, **HOT, seed=7) == draw(ctx, **HOT, seed=np.int64(7))
     assert draw(ctx, **HOT, seed=7) != draw(ctx, **HOT, seed=8)
@@ -109,15 +98,6 @@ def test_penalties_count_what_was_taken_and_accepted(ctx: LlamaContext) -> None:
     assert sampler.sample(ctx) == order[2]
     sampler.reset()
     assert sampler.sample(ctx) == order[0]
-
-
-def test_one_sampler_serves_models_of_different_size(ctx: LlamaContext, make_context: Any) -> None:
-    other = make_context("qwen2vl")
-    other.decode(words(5))
-    sampler = Sampler(temperature=0)
-    for _ in range(2):
-        assert sampler.sample(ctx) == int(ctx.logits().argmax())
-        assert sampler.sample(other) == int(other.logits().argmax())
 
 
 @pytest.mark.parametrize("name", RANGES)
@@ -322,9 +302,10 @@ def test_the_repr_makes_the_same_sampler() -> None:
 
 LENGTHS = [*range(1, 40), 63, 64, 65, 511, 512, 513, 1023, 1024, 1025, 1540]
 WARM = {"temperature": 1e-3, "top_k": 5, "seed": 1}
+NO_CHOICE = {"temperature": 0, "top_k": 5, "top_p": 0.1, "seed": 3}
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0}, WARM], ids=["greedy", "warm"])
+@pytest.mark.parametrize("settings", [{"temperature": 0}, NO_CHOICE, WARM], ids=str)
 def test_the_largest_is_found_wherever_it_is(settings: dict[str, float]) -> None:
     rng = np.random.default_rng(1)
     sampler = Sampler(**settings)  # type: ignore[arg-type]
@@ -339,7 +320,7 @@ def test_the_largest_is_found_wherever_it_is(settings: dict[str, float]) -> None
                 peaked[at] = wrong
                 with pytest.raises(ValueError, match=f"token {at} is"):
                     sampler.sample(peaked)
-        if "seed" not in settings:
+        if settings["temperature"] == 0:
             assert sampler.sample(np.round(row)) == int(np.round(row).argmax())
         nothing = np.full(n, -INF, np.float32)
         with pytest.raises(DecodeError, match="no token is left"):
@@ -522,8 +503,8 @@ def typical(row: Floats, p: NDArray[np.float64], limit: float) -> Any:
 #: Values of a setting, and the tokens that are kept of logits with their chances.
 CUTS: dict[str, tuple[Any, Callable[[Floats, Any, Any], Any]]] = {
     "top_k": (st.integers(1, N), lambda row, p, k: np.argsort(-row)[:k]),
-    "top_p": (st.floats(0.1, 0.95), lambda row, p, limit: nucleus(np.argsort(-row), p, limit)),
-    "min_p": (st.floats(0.01, 0.9), lambda row, p, least: np.flatnonzero(p >= least * p.max())),
+    "top_p": (st.floats(0, 0.95), lambda row, p, limit: nucleus(np.argsort(-row), p, limit)),
+    "min_p": (st.floats(0.01, 1), lambda row, p, least: np.flatnonzero(p >= least * p.max())),
     "typical_p": (st.floats(0.1, 0.95), typical),
     "top_n_sigma": (
         st.floats(0.1, 4),

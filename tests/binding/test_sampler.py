@@ -280,6 +280,7 @@ def test_accept_leads_the_grammar_on_where_asked(ctx: LlamaContext) -> None:
     tokens = {piece(t): t for t in range(ctx.model.n_vocab)}
     sampler = Sampler(temperature=0, grammar='root ::= "a" "b" "c"', model=ctx.model)
     sampler.accept(tokens[b"z"])  # of a prompt
+    sampler.clone().accept(319)  # the last token of the same vocabulary
     assert piece(sampler.clone().sample(ctx)) == b"a"
     sampler.accept(tokens[b"a"], grammar=True)
     before = sampler.logprobs(ctx)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -169,6 +170,41 @@ def test_inconsistent_files_are_damaged(
         ctx.load_sequence(path, 1)
     with suppress(StateDamaged):
         describe_state(path)  # it sees the header only
+
+
+LISTED: dict[str, dict[str, Any]] = {
+    "overlapping": {"data_offsets": (-4, -4)},
+    "a gap": {"data_offsets": (4, 4)},
+    "another shape": {"shape": [13, 2, 16]},
+    "another type": {"dtype": "F16"},
+    "an unknown type": {"dtype": "F64"},
+    "many dimensions": {"shape": [1] * 6 + [12, 2, 16]},
+    "a float": {"shape": [12.0, 2, 16]},
+}
+
+
+@pytest.mark.parametrize("what", LISTED)
+def test_tensors_that_are_listed_wrongly_are_damaged(
+    what: str, make_context: ContextFactory
+) -> None:
+    """The header's own checksum is right."""
+    ctx = make_context("llama")
+    ctx.decode(WORDS[:12])
+    data = ctx.sequence_state(0).to_bytes(checksum="sha256")
+    end = 8 + int.from_bytes(data[:8], "little")
+    header, table = json.loads(data[8:end]), data[end + 32 :]
+    for change in ({}, LISTED[what]):
+        begin, stop = header[K]["data_offsets"]
+        by = change.get("data_offsets", (0, 0))
+        header[K] |= change | {"data_offsets": [begin + by[0], stop + by[1]]}
+        text = json.dumps(header).encode()
+        start = len(text).to_bytes(8, "little") + text
+        bad = start + sha256(start).digest() + table
+        if not change:
+            SequenceState.from_bytes(bad)
+    with pytest.raises(StateDamaged, match="list of tensors") as caught:
+        SequenceState.from_bytes(bad)
+    assert caught.value.what == "header"
 
 
 # What can be read, but does not fit the context.

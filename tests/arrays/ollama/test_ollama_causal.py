@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from ollama_support import (
     INF,
+    add_shift,
     assert_same,
     assert_twins,
     fill,
@@ -22,7 +23,7 @@ from ollama_support import (
 )
 
 from pykvcache.arrays import CacheConfig, CausalCache, ChunkedAttentionCache, SWACache, SWAMemCache
-from pykvcache.errors import CacheDTypeError, CacheOrderError, CacheValueError
+from pykvcache.errors import CacheDTypeError, CacheOrderError, CacheValueError, NotSupported
 
 
 def causal(capacity: int = 16, max_batch: int = 8, **config: Any) -> CausalCache:
@@ -146,6 +147,17 @@ def test_put_checks_the_number_of_tokens_of_every_pass() -> None:
 
 
 # Sequences ---------------------------------------------------------------------------------
+
+
+def test_a_removal_after_which_a_token_would_see_dropped_ones_is_refused() -> None:
+    cache = made(SWAMemCache(3, 5, add_shift), sequences=2, max_batch=4)
+    fill(cache, 10, step=2)
+    other = twin(cache)
+    with pytest.raises(NotSupported, match="back to 2, but the tokens below 3 were dropped"):
+        cache.remove(0, 4, 9)
+    assert_twins(cache, other)
+    cache.remove(0, 0)
+    assert seen(cache, 0, 0) == [0.5]
 
 
 def test_removed_sequences_leave_nothing_behind() -> None:

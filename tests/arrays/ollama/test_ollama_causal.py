@@ -23,7 +23,13 @@ from ollama_support import (
 )
 
 from pykvcache.arrays import CacheConfig, CausalCache, ChunkedAttentionCache, SWACache, SWAMemCache
-from pykvcache.errors import CacheDTypeError, CacheOrderError, CacheValueError, NotSupported
+from pykvcache.errors import (
+    CacheDTypeError,
+    CacheOrderError,
+    CacheValueError,
+    NotSupported,
+    SharedCellsError,
+)
 
 
 def causal(capacity: int = 16, max_batch: int = 8, **config: Any) -> CausalCache:
@@ -69,6 +75,8 @@ def test_a_memory_below_the_window_is_refused() -> None:
     with pytest.raises(CacheOrderError, match="call init first"):
         cache.start_forward([0], [0])
     made(cache, 1, 3)  # nothing slides
+    # Room for the stop token of parallel sequences.
+    assert len(forward(made(cache, 2, 16, 4), [1], [0], [0], reserve=True)[0]) == 2 * 6 + 4
     with pytest.raises(CacheValueError, match=r"the window \(unlimited\)"):
         made(SWAMemCache(0, 3), 2)
 
@@ -149,11 +157,20 @@ def test_put_checks_the_number_of_tokens_of_every_pass() -> None:
 # Sequences ---------------------------------------------------------------------------------
 
 
-def test_a_removal_after_which_a_token_would_see_dropped_ones_is_refused() -> None:
-    cache = made(SWAMemCache(3, 5, add_shift), sequences=2, max_batch=4)
-    fill(cache, 10, step=2)
+@pytest.mark.parametrize(
+    ("cache", "error", "message"),
+    [
+        (CausalCache(), NotSupported, "without a shift_fn"),
+        (CausalCache(add_shift), SharedCellsError, "shared by multiple sequences"),
+        (SWAMemCache(3, 5, add_shift), NotSupported, "back to 2, but the tokens below 3 were drop"),
+    ],
+)
+def test_a_refused_removal_changes_nothing(cache: Any, error: type, message: str) -> None:
+    fill(made(cache, sequences=2, max_batch=4), 10, step=2)
+    if error is SharedCellsError:
+        cache.copy_prefix(0, 1, 10)
     other = twin(cache)
-    with pytest.raises(NotSupported, match="back to 2, but the tokens below 3 were dropped"):
+    with pytest.raises(error, match=message):
         cache.remove(0, 4, 9)
     assert_twins(cache, other)
     cache.remove(0, 0)

@@ -107,7 +107,7 @@ class Pair:
         self.cache.init(np.float32, max_sequences, capacity, max_batch)
         self.model.init(max_sequences, capacity, max_batch, pad, mask_pad)
         self.clock = 0
-        self.seen_once = False
+        self.reserve(1)
 
     def shift(self, layer: int, key: NDArray[Any], shift: NDArray[Any]) -> Any:
         assert key.shape == (len(shift), HEADS, K_DIM)

@@ -15,7 +15,7 @@ SLOWEST, WRITING = 1.05, 1.02
 
 def first_token(groups: dict[str, Rows], what: str, factor: float, key: str) -> Verdict:
     """At least `factor` times faster than evaluating."""
-    text = f"TTFT, 4,096 cached tokens and 1 new, {what}: at least {factor:.0f} times faster than cold"
+    text = f"TTFT, 4,096 cached tokens and 1 new, {what}: {factor:.0f} times faster than cold"
     rows = groups.get("tiers", {})
     loaded = rows.get(f"first token, {what}, 4096")
     alone = rows.get("first token, evaluated, 4096")

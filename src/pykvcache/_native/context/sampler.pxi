@@ -326,7 +326,7 @@ cdef class Sampler:
                 return ArgumentError(why, what=f"logits[{where}]", value=value, limit="finite, or -inf")
             return OutputNotFinite(why, "logits", None, where, value)
         if code == lib.CHOICE_TOO_LARGE:
-            return DecodeError("bias, penalties or another stage make a logit infinite: choose smaller values")
+            return DecodeError("a bias, penalty or stage makes a logit infinite: choose smaller values")
         if code == lib.CHOICE_NOTHING:
             return InternalError("the sampler chain selected nothing")
         if self.it.grammar == NULL:

@@ -49,7 +49,7 @@ class DecodeMethods(ContextFacts):
             window's cache may become full in the middle of a long call: its first
             ``n_decoded`` tokens stay; continue with the rest.
         DecodeAborted
-            `abort` was called; the first ``n_decoded`` tokens stay.
+            `abort` was called; at least the first ``n_decoded`` tokens stay.
         DecodeError
             Any other failure; ``code`` is llama.cpp's.
 

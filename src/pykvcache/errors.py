@@ -416,7 +416,8 @@ class DecodeError(KvCacheError, RuntimeError):
         llama.cpp's return value; ``None`` if it was not called.
     n_decoded : int
         The first `n_decoded` tokens of this call were decoded and stay in the memory. To continue,
-        decode the rest.
+        decode the rest. After `DecodeAborted` more tokens may stay: continue after the last
+        position of each sequence.
     needs_removal : tuple of int
         Sequences that must be removed completely before further use.
     """
@@ -505,7 +506,7 @@ class NoKvCacheSlot(DecodeError, CacheFullError):
 
 
 class DecodeAborted(DecodeError):
-    """``abort()`` stopped the decode (code 2); its first ``n_decoded`` tokens stay."""
+    """``abort()`` stopped the decode (code 2); at least its first ``n_decoded`` tokens stay."""
 
 
 class InvalidBatch(DecodeError, ValueError):

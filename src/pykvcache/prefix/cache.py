@@ -206,7 +206,7 @@ class PrefixCache(Closing):
     def pin(
         self, tokens: str | TokenInput, *, ttl: float | None = None, namespace: str | None = None
     ) -> Pin:
-        """Protect the cached part of a prefix from eviction; evaluates nothing.
+        """Protect the part of a prefix that is in RAM from eviction; evaluates and loads nothing.
 
         Parameters
         ----------

@@ -32,7 +32,7 @@ class Policy:
     max_notes: int | None = None
 
     def resize(self, max_bytes: int) -> None:
-        """Note the budget; called first, and whenever it changes."""
+        """Note the budget; called first, and again after an error has emptied the cache."""
 
     def added(self, component: Component) -> None:
         """Note a new component; `evictable` follows once it may be evicted."""

@@ -224,7 +224,7 @@ class PrefixCache(Closing):
             return self._core.blocks.pin(ids.tobytes(), self._core.current_space(namespace), until)
 
     def forget(self, tokens: str | TokenInput, *, namespace: str | None = None) -> None:
-        """Remove all that is cached after tokens, and the tokens that no other prompt shares.
+        """Remove tokens and all that is cached after them, but not before another prompt diverges.
 
         They are removed from RAM and from tiers. Components used by live sequences or pins stay.
         Blocks that are not in RAM are removed from tiers even if other prompts use them, because

@@ -123,6 +123,7 @@ def test_all_caches_share_the_time_to_write_at_exit(
     given: list[float] = []
 
     def close(link: TierLink, seconds: float) -> None:
+        assert all(cache._core.is_closed for cache in caches), "all are queued before any waits"
         given.append(seconds)
         time.sleep(0.1)
 

@@ -376,14 +376,22 @@ class CacheCore:
 
     # Lifetime -------------------------------------------------------------------------------------
 
-    def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Empty the cache; write it and the live sequences to the tiers, for at most this time."""
+    def close(self) -> None:
+        """End the cache, and write to the tiers for at most `CLOSE_SECONDS`; takes the lock."""
+        if self.end():
+            self.link.close(CLOSE_SECONDS)
+
+    def end(self) -> bool:
+        """Empty the cache, and queue the tokens of live sequences for the tiers; takes the lock.
+
+        Return False if that was done before.
+        """
         if self._native.is_inherited:
             self._is_closed = True  # after os.fork() the child lacks the threads and the context
-            return
+            return False
         with self.pool:
             if self._is_closed:
-                return
+                return False
             if self.has_tiers and not self.context.is_closed:
                 for request in self.live:
                     self._enter(request)
@@ -395,7 +403,7 @@ class CacheCore:
             self._prefetches.cancel()
             self.live.clear()
             self._memory.close()
-        self.link.close(seconds)
+        return True
 
     @property
     def is_closed(self) -> bool:
@@ -422,9 +430,13 @@ _writers: weakref.WeakSet[Writer] = weakref.WeakSet()
 @atexit.register
 def _write_all() -> None:
     until = time.monotonic() + CLOSE_SECONDS
+    ended = list[CacheCore]()
     for ref in list(_cores.values()):
-        if (core := ref()) is not None and core.has_tiers:
-            with contextlib.suppress(Exception):
-                core.close(max(0.0, until - time.monotonic()))
+        with contextlib.suppress(Exception):
+            if (core := ref()) is not None and core.has_tiers and core.end():
+                ended.append(core)
+    for core in ended:  # their queues are written at the same time
+        with contextlib.suppress(Exception):
+            core.link.close(max(0.0, until - time.monotonic()))
     for writer in list(_writers):  # of garbage-collected caches
         writer.close(max(0.0, until - time.monotonic()))

@@ -282,6 +282,7 @@ WHOLE: dict[str, Edit] = {
     "streams": text(streams="[2]"),
     "no streams": text(streams="[0]"),
     "streams missing": text(streams="[]"),
+    "no parts": text(streams="[]", layout="[]"),
     "no offsets": drop(OFFSETS),
     "offsets": put(OFFSETS, np.arange(1, 14)),
     "offsets down": put(OFFSETS, [0, 3, 1, *range(3, 13)]),

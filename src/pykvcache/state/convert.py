@@ -53,13 +53,13 @@ def _fit(part: Part, target: PartLayout, *, convert: bool) -> Part:
 def _compare(layout: PartLayout, target: PartLayout, *, convert: bool) -> None:
     for what in ("part", "n_layer", "extended"):
         need_equal(what, getattr(layout, what), getattr(target, what))
-    need_equal("tensors", len(layout.rows), len(target.rows))
+    need_equal(f"number of {layout.part} tensors", len(layout.rows), len(target.rows))
     for rows, wanted in zip(layout.rows, target.rows, strict=True):
         for what in ("what", "layer", "n_embd", "n_head", "head_dim"):
             name = f"{what} of layer {wanted.layer}"
             need_equal(name, getattr(rows, what), getattr(wanted, what))
         if rows.type == wanted.type and rows.rotation == wanted.rotation:
-            need_equal(f"row of layer {wanted.layer}", rows.row_bytes, wanted.row_bytes)
+            need_equal(f"bytes of a row of layer {wanted.layer}", rows.row_bytes, wanted.row_bytes)
         elif rows.what not in ("k", "v"):
             message = (
                 f"the recurrent state of layer {rows.layer} has a different type in this context"

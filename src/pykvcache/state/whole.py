@@ -148,7 +148,7 @@ class ContextState(Saved):
             firsts = {_int(seq): _int(first) for seq, first in json_of(container, "firsts")}
             streams = [_int(n) for n in json_of(container, "streams")]
             layouts = layouts_of(container)
-            if not all(1 <= n <= 256 for n in streams):
+            if not 0 < len(layouts) == len(streams) or not all(1 <= n <= 256 for n in streams):
                 raise ValueError("its streams are invalid")
             parts = [
                 [read_part(tensors, f"{layout.part}.{i}", layout, members=True) for i in range(n)]

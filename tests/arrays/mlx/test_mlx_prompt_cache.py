@@ -169,6 +169,11 @@ def test_a_mamba_cache_is_an_arrays_cache_to_mlx_lm(tmp_path: Path) -> None:
         save_file(arrays, tmp_path / "d", {**texts, "2.0": f"MambaCache: {key}"})
         with pytest.raises(CacheValueError):
             load_prompt_cache(tmp_path / "d")
+    save_prompt_cache(tmp_path / "e", [fill(KVCache())])
+    arrays, texts = contents(tmp_path / "e")
+    save_file(arrays, tmp_path / "e", {**texts, "2.0": "MambaCache: 0.0"})
+    with pytest.raises(CacheValueError):
+        load_prompt_cache(tmp_path / "e")
 
 
 def test_large_counts_and_strided_arrays_are_saved(tmp_path: Path) -> None:

@@ -327,7 +327,7 @@ def _parsed(
         values, names = _values(arrays, texts), groups["1"]
         for key in texts["2.0"].removeprefix(_MAMBA).split():
             place: dict[str, Any] = names if key in names else values
-            if place.get(key) != "ArraysCache":
+            if not isinstance(kind := place.get(key), str) or kind != "ArraysCache":
                 message = f"{shown(key)} is not the class name of an ArraysCache"
                 raise CacheValueError(message, "class name", key, "ArraysCache")
             place[key] = "MambaCache"

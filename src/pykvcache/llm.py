@@ -637,7 +637,8 @@ class LLM(Closing):
         template
             A chat template in place of the model's.
         **sampling
-            As for `Sampler`: ``temperature``, ``top_p``, ``seed``...
+            As for `Sampler`: ``temperature``, ``top_p``, ``seed``... ``strict`` also applies to
+            ``response_format``.
         """
         schema = schema_of(response_format)
         own: dict[str, Any] = {} if template is None else {"template": template}

@@ -54,6 +54,16 @@ def test_short_documents_are_kept_as_soon_as_they_fit(n: int, policy: str) -> No
     assert before == 12
 
 
+@pytest.mark.parametrize("policy", some(POLICIES, *USUAL))
+@pytest.mark.parametrize("n", [512, 700, 3200])
+def test_as_many_tokens_of_a_large_document_are_kept_as_fit(n: int, policy: str) -> None:
+    for end in range(64, min(512, n - 64), 64):
+        budget = int(end * 18432 * 1.05) + 2 * 64 * 800
+        model = Model(GEMMA, 64, budget, policy, overhead=800)
+        question(model, n, 2)
+        assert question(model, n, 3) <= n + 12 - end, budget
+
+
 @pytest.mark.parametrize("policy", some(OURS, *USUAL))
 @pytest.mark.parametrize("kinds", ALL.values(), ids=ALL)
 def test_random_requests_evaluate_less_with_more_memory(kinds: Kinds, policy: str) -> None:

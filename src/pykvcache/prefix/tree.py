@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -369,14 +370,14 @@ class PrefixTree:
         return size + (self.policy.n_bytes + self.max_bytes // 128 if shape.node_bytes else 0)
 
     def _fewer(self, n: int, offer: Offer) -> int:
-        """Return an estimate, below n, of how many tokens fit."""
-        shape = self.shape
-        excess = self._least_bytes(n, [n], 0, offer) - self.max_bytes
-        each = shape.attention_bytes + shape.chunk_bytes / shape.block_size
-        if shape.window_start is not None and shape.window_start(n) == 0:
-            each += shape.window_bytes
-        less = max(1, min(n, int(excess / each))) if each else n
-        return shape.floor(n - less)
+        """Return how many of the first n - 1 tokens fit, in whole blocks."""
+        size = self.shape.block_size
+        fits = bisect_right(
+            range(size, n, size),
+            self.max_bytes,
+            key=lambda end: self._least_bytes(end, [end], 0, offer),
+        )
+        return fits * size
 
     def _missing_windows(self, match: Match, offer: Offer, n: int) -> list[Range]:
         """Return the tokens of an offer whose window cells the tree lacks and can use."""

@@ -224,9 +224,10 @@ class PrefixCache(Closing):
             return self._core.blocks.pin(ids.tobytes(), self._core.current_space(namespace), until)
 
     def forget(self, tokens: str | TokenInput, *, namespace: str | None = None) -> None:
-        """Remove tokens and all that is cached after them, but not before another prompt diverges.
+        """Remove tokens and all that is cached after them.
 
-        They are removed from RAM and from tiers. Components used by live sequences or pins stay.
+        They are removed from RAM and from tiers. Tokens shared with a prompt that diverges within
+        them stay. Components used by live sequences or pins stay.
         Blocks that are not in RAM are removed from tiers even if other prompts use them, because
         tiers do not record that.
 

@@ -97,7 +97,7 @@ class PrefixTree:
         """Count a use of everything that `resume` needs: attention cells, a window, a state.
 
         Nodes are split at the chunks where the used parts begin and end. A chunk in which the
-        prompt diverges is not counted; one in which it ends is.
+        prompt diverges is not counted, unless it ends at a branch; one in which it ends is.
         """
         self.clock += 1
         if match.n < match.node.end:

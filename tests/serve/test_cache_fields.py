@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from pykvcache.serve.engine import Engine  # noqa: E402
 from pykvcache.serve.pins import PinBoard  # noqa: E402
 from pykvcache.serve.prompts import chat_prompt  # noqa: E402
 from serve.conftest import KEYS  # noqa: E402
+from support.models import make_model  # noqa: E402
 
 CHAT = "/v1/chat/completions"
 STORY = "The sea is blue and the mill is old. Ben works there with Tom and his brown dog. " * 4
@@ -42,6 +44,21 @@ def ask(address: str, parts: list[Any], **body: Any) -> dict[str, int]:
 
 def part(text: str, **more: Any) -> dict[str, Any]:
     return {"type": "text", "text": text, **more}
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_bpe"])
+def test_chatml_of_a_model_without_a_template_begins_with_bos_if_the_model_adds_it(
+    name: str, model_folder: Path
+) -> None:
+    with LLM(os.fspath(make_model(name, model_folder)), n_ctx=512) as llm:
+        model, prompt = (
+            llm.model,
+            chat_prompt(Engine("base", llm), [{"role": "user", "content": "x"}]),
+        )
+        start = [model.token_bos] if model.add_bos else []
+        text = "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+        rest = model.tokenize(text, add_special=False, parse_special=True)
+        assert prompt.tokens.tolist() == [*start, *rest.tolist()]
 
 
 def test_explicit_mode_writes_up_to_the_breakpoint_and_no_token_more(

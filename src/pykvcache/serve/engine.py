@@ -361,8 +361,9 @@ class Engine:
             log.warning(
                 "%s has no chat template: using ChatML (set another with --chat-template)", name
             )
+            bos = "{{ bos_token }}" if llm.model.add_bos else ""
             # The model writes <|im_end|> as text if its vocabulary has no such token.
-            self.defaults = replace(self.defaults, template=CHATML, stop=("<|im_end|>",))
+            self.defaults = replace(self.defaults, template=bos + CHATML, stop=("<|im_end|>",))
         self.pins = PinBoard(llm)
         self.last_used = time.monotonic()
         # Found once: for Gemma's 262,144 tokens this takes 60 ms.

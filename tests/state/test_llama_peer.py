@@ -22,6 +22,7 @@ from pykvcache.state import LlamaStateFile
 from state.kit import CASES, WORDS, next_logits
 from support.builds import SOURCES
 from support.models import make_model
+from support.sanitizer import SANITIZED
 
 if TYPE_CHECKING:
     from conftest import ContextFactory, FreshLogits
@@ -38,7 +39,9 @@ def options(case: Case) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The program, or a skip where it cannot be built."""
-    # The package's own build: those of make asan and make test-device need other libraries.
+    if SANITIZED:
+        pytest.skip("the program and the sanitizers' build round differently")
+    # The package's own build: that of make test-device needs other libraries.
     built = sorted(ROOT.glob("build/cp*/llama.cpp/src/libllama.a"), key=lambda p: p.stat().st_mtime)
     source = SOURCES.resolve()
     own = f"llama.cpp_SOURCE_DIR:STATIC={source}\n"

@@ -15,6 +15,7 @@ import pytest
 from pykvcache import LlamaBatch, LlamaContext
 from state.kit import WORDS, cells_of, next_logits
 from support.models import RIGHT, make_model
+from support.sanitizer import SANITIZED
 
 if TYPE_CHECKING:
     from conftest import ContextFactory, FreshLogits, ModelFactory
@@ -123,6 +124,7 @@ print("well")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's limits")
+@pytest.mark.skipif(SANITIZED, reason="AddressSanitizer cannot run with this limit")
 def test_without_a_second_thread_the_first_copies_everything(model_folder: Path) -> None:
     path = make_model("llama", model_folder, **WIDE)
     # A stack that is larger than the limit: no thread gets one.

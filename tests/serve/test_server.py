@@ -68,6 +68,14 @@ def test_bad_requests_get_one_error_object(
     assert httpx.get(f"{address}/health").json() == {"status": "ok"}
 
 
+@pytest.mark.parametrize("path", ["/completion", "/v1/completions"])
+def test_a_completion_that_is_too_long_names_its_prompt(address: str, path: str) -> None:
+    answer = httpx.post(address + path, json={"prompt": "kite " * 5000})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -428,7 +428,8 @@ class Engine:
         if not all(sizes):
             raise ApiError(400, "the prompt has no tokens", param="prompt")
         if max(sizes) >= self.n_ctx:
-            raise context_exceeded(max(sizes), self.n_ctx)
+            param = "prompt" if job.format is None else "messages"
+            raise context_exceeded(max(sizes), self.n_ctx, param)
         return job
 
     def _clean_up(self, generation: Generation) -> None:

@@ -84,12 +84,12 @@ class ApiError(Exception):
         return {"type": "error", "error": error}
 
 
-def context_exceeded(n_tokens: int, n_ctx: int) -> ApiError:
+def context_exceeded(n_tokens: int, n_ctx: int, param: str) -> ApiError:
     """Return the error of a prompt that does not fit the context."""
     return ApiError(
         400,
         f"the prompt has {n_tokens} tokens, which exceeds the available context size of {n_ctx}",
-        param="messages",
+        param=param,
         code="context_length_exceeded",
         type="exceed_context_size_error",
         n_prompt_tokens=n_tokens,

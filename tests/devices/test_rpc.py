@@ -221,7 +221,7 @@ def test_who_cannot_be_reached_is_refused_in_time(llama: Path) -> None:
 
 
 @pytest.mark.hazard("N89")
-@pytest.mark.not_on_a_device  # `--device rpc` registers devices, which the child would ask
+@pytest.mark.not_on_a_device(reason="--device rpc registers devices, which the child would ask")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_fork_leaves_the_parents_connections_alone(llama: Path, server: Served) -> None:

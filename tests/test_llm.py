@@ -440,6 +440,7 @@ def test_what_fails_leaves_nothing_open(tmp_path: Path) -> None:
         LLM(model, n_gpu_layers=3)
 
 
+@pytest.mark.not_on_a_device(reason="layers on servers take no adapters")
 def test_adapters_are_passed_on(model_folder: Path, tmp_path: Path) -> None:
     from support.adapters import write_adapter
 

@@ -32,6 +32,8 @@ from pykvcache.errors import (
 from support.adapters import write_adapter, write_control, write_merged
 from support.models import EXACT, RIGHT, WRONG, make_model
 
+pytestmark = pytest.mark.not_on_a_device(reason="layers on servers take no adapters")
+
 NAMES = ["llama", "gemma3", "mamba2", "jamba", "lfm2_swa"]
 PROMPT = np.arange(20, 84, dtype=np.int32)
 Logits = NDArray[np.float32]

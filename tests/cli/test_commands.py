@@ -96,6 +96,7 @@ def test_generate_keeps_prefixes_for_later_commands(tmp_path: Path, capsys: Capt
     assert first == out_of(capsys, "generate", prompt, "-n", "6", "-t", "0")
 
 
+@pytest.mark.not_on_a_device(reason="layers on servers take no adapters")
 def test_generate_computes_with_adapters(
     tmp_path: Path, model_folder: Path, capsys: Capture
 ) -> None:
@@ -164,6 +165,7 @@ def test_tokenize_and_back(capsys: Capture) -> None:
     assert "'one'" in capsys.readouterr().err
 
 
+@pytest.mark.not_on_a_device(reason="info counts the buffers of the CPU")
 @pytest.mark.parametrize("name", ["gemma3", "mamba", "jamba", "glm5_next", "bert"])
 def test_info_says_what_the_context_says(name: str, model_folder: Path, capsys: Capture) -> None:
     path = str(make_model(name, model_folder))
@@ -305,6 +307,7 @@ def test_a_small_cache_is_rounded_up_as_the_help_says(capsys: Capture) -> None:
 
 
 @pytest.mark.filterwarnings("default")
+@pytest.mark.not_on_a_device(reason="there it has an effect")
 @pytest.mark.skipif(takes_layers(), reason="a GPU takes the layers")
 def test_a_warning_is_one_line(capsys: Capture) -> None:
     assert main(["generate", "-ngl", "1", "-n", "1", "One"]) == 0

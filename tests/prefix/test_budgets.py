@@ -102,6 +102,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+@pytest.mark.not_on_a_device(reason="the connection takes memory of its own")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_of_evicted_blocks_is_used_again(
     make_context: Make, model: Callable[..., Path]

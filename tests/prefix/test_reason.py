@@ -80,6 +80,7 @@ def test_the_reason_reveals_nothing_of_another_namespace(context: LlamaContext) 
             assert said == ["no cached prompt starts the same way"] * 2
 
 
+@pytest.mark.not_on_a_device(reason="layers on servers take no adapters")
 def test_the_reason_names_other_adapters(model_folder: Path, tmp_path: Path) -> None:
     write_adapter(tmp_path / "one.gguf", "llama", 1)
     with (

@@ -25,6 +25,8 @@ from pykvcache.sequence.prompt_logprobs import prompt_logprobs
 from support.adapters import write_adapter
 from support.models import EXACT, RIGHT, WRONG, make_model
 
+pytestmark = pytest.mark.not_on_a_device(reason="layers on servers take no adapters")
+
 NAMES = ["llama", "step35", "mamba2", "jamba", "lfm2_swa"]
 INVOCATION = [5, 6, 7]
 BEFORE = np.arange(20, 60, dtype=np.int32).tolist()

@@ -51,6 +51,7 @@ def test_a_state_taken_during_decodes_is_consistent(
             assert one.to_bytes() == final[: len(one)].to_bytes()
 
 
+@pytest.mark.not_on_a_device(reason="a decode is stopped between its parts alone")
 def test_the_rest_of_an_aborted_decode_is_not_saved_but_replaced(
     make_context: ContextFactory, fresh_logits: FreshLogits, tmp_path: Path
 ) -> None:

@@ -27,7 +27,7 @@ from pykvcache import (
     PrefixCache,
     embedded_model_path,
 )
-from pykvcache._drawing.cells import SHARED
+from pykvcache._drawing import SHARED
 from pykvcache.errors import UnsupportedOperation
 from pykvcache.kv import SequenceKV
 from pykvcache.prefix.report import ReuseReport

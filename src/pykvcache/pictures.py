@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pykvcache._drawing.canvas import figure_svg
-from pykvcache._drawing.cells import draw_cells, draw_history
-from pykvcache._drawing.html import table_html
+from pykvcache._drawing import draw_cells, draw_history, figure_svg, table_html
 from pykvcache._extras import how_to_install
 from pykvcache.enums import MemoryPart
 from pykvcache.errors import UnsupportedOperation

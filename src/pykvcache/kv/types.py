@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pykvcache._arguments import as_int, as_list
-from pykvcache._drawing.norms import draw_norms
+from pykvcache._drawing import draw_norms
 from pykvcache.errors import ArgumentError, OutOfRangeError, UnsupportedOperation
 from pykvcache.kv.view import CacheView
 

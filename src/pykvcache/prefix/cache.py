@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 
 from pykvcache._arguments import TokenInput, as_bool, as_int
 from pykvcache._closing import Closing
-from pykvcache._drawing.tree import draw_tree
+from pykvcache._drawing import draw_tree
 from pykvcache.context import LlamaContext
 from pykvcache.prefix.arguments import (
     TierInput,

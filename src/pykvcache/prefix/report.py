@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pykvcache._arguments import IntArray
-from pykvcache._drawing.html import bar_html
+from pykvcache._drawing import bar_html
 from pykvcache.model import LlamaModel
 from pykvcache.prefix.tiers.tier import TierStats
 from pykvcache.sequence.text import piece_of, text_of

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from pykvcache._arguments import IntArray, TokenInput, as_bool, as_int, as_token_array
 from pykvcache._closing import Closing
-from pykvcache._drawing.html import bar_html
+from pykvcache._drawing import bar_html
 from pykvcache._native import lib
 from pykvcache.context import LlamaContext
 from pykvcache.errors import (

@@ -120,7 +120,7 @@ def test_demo_detects_a_wrong_result(
 
 # What the demo writes with: the pieces whose look goes by the terminal.
 SHOW = """
-from pykvcache.demo.screen import Screen
+from pykvcache.demo import Screen
 screen = Screen()
 screen.legend()
 screen.given("fork", "Lucy has", "a kite")

@@ -59,7 +59,7 @@ ONLY = {
     "arrays": {"errors", "_arguments"},
     "_native": {"errors", "_arguments"},
     "prefix/stores": {"errors", "_arguments", "_extras"},
-    "simulate": {"errors", "_arguments", "_extras", "_native", "prefix"},
+    "simulate": {"errors", "_arguments", "_drawing", "_native", "prefix"},
 }
 # What of the prefix cache works without the compiled layer: a folder or file each, which imports
 # errors and others of these.
@@ -79,7 +79,6 @@ EXTRAS = {
     "generate": {"rich"},
     "prefix": {"zmq", "msgpack", "prometheus_client"},
     "prefix/stores": {"xxhash", "cryptography", "redis", "obstore"},
-    "simulate": {"matplotlib"},
     "state": {"xxhash"},
 }
 # Units that cannot be imported without an extra: others import them where they are used.
@@ -201,7 +200,7 @@ def test_the_tree_and_the_simulator_need_no_model() -> None:
                     None,
                     "errors",
                     "_arguments",
-                    "_extras",
+                    "_drawing",
                     "_ranges",
                     inside[0],
                 }, f"{path.name} imports {name}"

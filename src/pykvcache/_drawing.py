@@ -30,13 +30,14 @@ __all__ = [
     "draw_norms",
     "draw_tree",
     "figure_svg",
+    "new_figure",
     "table_html",
 ]
 
 Ints = npt.NDArray[np.integer[Any]]
 
 
-def _new_figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
     """Return an empty figure of a size in inches."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -77,7 +78,7 @@ def draw_cells(table: CellTable, n_streams: int, n_cells: int, title: str) -> Fi
     is_shared = table.members.sum(axis=1) > 1
     owners = np.where(is_shared, -1, table.members.argmax(axis=1) if len(table) else 0)
     n_rows, n_streams = max(len(held), 1), max(n_streams, 1)
-    figure = _new_figure(9, 1.9 + 0.22 * min(len(held), 24) + 0.18 * min(n_streams, 24))
+    figure = new_figure(9, 1.9 + 0.22 * min(len(held), 24) + 0.18 * min(n_streams, 24))
     heights = [max(1.0, 0.4 * min(len(held), 24)), max(0.5, 0.25 * min(n_streams, 24))]
     above, below = figure.subplots(2, 1, height_ratios=heights)
     for row, seq_id in enumerate(held):
@@ -129,7 +130,7 @@ def draw_history(
     n_cells: int,
 ) -> Figure:
     """Draw the cells of each sequence, shared cells and free cells over time, stacked."""
-    figure = _new_figure(9, 3.4)
+    figure = new_figure(9, 3.4)
     axes = figure.subplots()
     ids = sorted({seq_id for sample in own for seq_id in sample})
     areas = [shared, *([sample.get(seq_id, 0) for sample in own] for seq_id in ids)]
@@ -158,7 +159,7 @@ def draw_norms(
 
     ``layers`` are (layer, keys, values) of shape (tokens, heads, width).
     """
-    figure = _new_figure(10, 1.6 + min(6.0, 0.14 * sum(k.shape[1] for _, k, _ in layers)))
+    figure = new_figure(10, 1.6 + min(6.0, 0.14 * sum(k.shape[1] for _, k, _ in layers)))
     panels = figure.subplots(1, 2, sharey=True)
     given = (("keys", [k for _, k, _ in layers]), ("values", [v for _, _, v in layers]))
     for axes, (name, arrays) in zip(panels, given, strict=True):
@@ -192,7 +193,7 @@ def draw_tree(nodes: Sequence[TreeNode], title: str) -> Figure:
         if first < _MOST_ROWS
     ]
     n_rows = max((first + n for _, first, n in shown), default=1)
-    figure = _new_figure(9, 1.4 + 0.24 * max(n_rows, 2))
+    figure = new_figure(9, 1.4 + 0.24 * max(n_rows, 2))
     axes = figure.subplots()
     end = max((node.start + node.n_tokens for node, _, _ in shown), default=1)
     most = max((node.uses for node, _, _ in shown), default=0)

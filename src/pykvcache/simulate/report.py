@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 from pykvcache._arguments import as_file_name, as_float, as_int, as_list
-from pykvcache._extras import how_to_install
+from pykvcache._drawing import new_figure
 from pykvcache.errors import ArgumentError, shown
 from pykvcache.prefix.policies import DEFAULT, POLICIES
 from pykvcache.simulate.replay import BOUND, Result, most_hits, replay
@@ -91,9 +91,8 @@ def _markdown(rows: list[list[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
     lines = [f"| {' | '.join(row)} |" for row in cells]
-    rule = [":" + "-" * widths[0], *("-" * width + ":" for width in widths[1:])]
-    lines.insert(1, "|" + "|".join(f"-{x}" if x[0] == "-" else f"{x}-" for x in rule) + "|")
-    return "\n".join(lines)
+    rules = [":" + "-" * (widths[0] + 1), *("-" * (width + 1) + ":" for width in widths[1:])]
+    return "\n".join([lines[0], f"|{'|'.join(rules)}|", *lines[1:]])
 
 
 def _one(trace: Trace, policy: str, n_blocks: int) -> Result:
@@ -167,20 +166,11 @@ def compare(
 
 def check_picture(path: str | os.PathLike[str]) -> str:
     """Check the path of a picture before anything is replayed; raise like `draw`."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(f"drawing needs matplotlib: {how_to_install('plot')}") from error
-    name = as_file_name(path)
-    endings = tuple(
-        f".{one}" for one in sorted(FigureCanvasAgg(Figure()).get_supported_filetypes())
-    )
+    known = new_figure(1, 1).canvas.get_supported_filetypes()
+    name, endings = as_file_name(path), tuple(f".{one}" for one in sorted(known))
     if os.path.splitext(name)[1].lower() not in endings:
-        known = ", ".join(endings)
-        raise ArgumentError(
-            f"path is {shown(name)}: its suffix must be one of {known}", "path", name, endings
-        )
+        text = f"path is {shown(name)}: its suffix must be one of {', '.join(endings)}"
+        raise ArgumentError(text, "path", name, endings)
     if not os.path.isdir(folder := os.path.dirname(name) or os.curdir):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder)
     return name
@@ -204,15 +194,13 @@ def draw(reports: Sequence[Report], path: str | os.PathLike[str]) -> None:
         matplotlib is not installed.
     """
     name = check_picture(path)
-    from matplotlib.figure import Figure
-
     reports = as_list(reports, "reports", "Reports")
     for report in reports:
         if not isinstance(report, Report):
             raise TypeError(f"reports must hold Reports, not {type(report).__name__}")
     if not reports:
         raise ArgumentError("there are no reports to draw", "reports", 0, 1)
-    figure = Figure(figsize=(6 * len(reports), 4.5), layout="constrained")
+    figure = new_figure(6 * len(reports), 4.5)
     pictures = figure.subplots(1, len(reports), squeeze=False)[0]
     for axes, report in zip(pictures, reports, strict=True):
         for i, (policy, results) in enumerate(report.results.items()):

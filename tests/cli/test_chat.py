@@ -41,8 +41,8 @@ class Templated(LlamaModel):
     def chat_template(self) -> str | None:
         return PLAIN
 
-    def apply_chat_template(self, messages, **more):  # type: ignore[no-untyped-def]
-        return super().apply_chat_template(messages, template=PLAIN, **more)
+    def apply_chat_template(self, messages, template=PLAIN, **more):  # type: ignore[no-untyped-def]
+        return super().apply_chat_template(messages, template=template, **more)
 
 
 @pytest.fixture
@@ -89,6 +89,27 @@ def test_a_full_chat_drops_turn_after_turn_by_shifts(
     assert one.text == one.render(one.messages)
     turn(one, "Lucy has a kite.")
     assert one.text.startswith(one.render(one.messages[:-1]))
+
+
+def test_tokens_that_the_model_chose_stay(ctx: LlamaContext) -> None:
+    """Also if tokenizing their text gives other tokens."""
+    one, model = Conversation(LlamaSequence(ctx)), ctx.model
+    others = (t for t in range(model.n_vocab) if model.token_to_piece(t) not in (b"a", b" "))
+    letters = Sampler(temperature=9, seed=1, logit_bias=dict.fromkeys(others, float("-inf")))
+    for _ in one.say("Lucy has a kite.", 20, letters, TurnFigures()):
+        chosen = one.sequence.tokens.tolist()
+    turn(one, "Tom has a dog.")
+    assert one.sequence.tokens[: len(chosen)].tolist() == chosen
+    tokens = model.tokenize(one.text, add_special=False, parse_special=True)
+    assert tokens[: len(chosen)].tolist() != chosen
+
+
+def test_a_template_may_require_a_message_of_the_user(ctx: LlamaContext) -> None:
+    template = "{% if messages|length < 2 %}{{ raise_exception('no user') }}{% endif %}" + PLAIN
+    one = Conversation(LlamaSequence(ctx), [{"role": "system", "content": "x"}], template=template)
+    turn(one, "Lucy has a kite.")
+    assert one.rewind(1) == 1
+    assert (len(one.sequence), len(one.messages)) == (0, 1)
 
 
 def test_an_interrupted_answer_keeps_its_text_so_far(ctx: LlamaContext) -> None:
@@ -152,8 +173,11 @@ def test_damage_is_reported_first(ctx: LlamaContext, tmp_path: Path) -> None:
         path.write_bytes(data)
         with pytest.raises(StateError, match=r"other\.kv: (?!neither a chat)"):
             Conversation.load(ctx, str(path))
-    ctx.save_context(path)
+    path.write_bytes(sound)
     with pytest.raises(StateError, match=r"other\.kv: neither a chat"):
+        Conversation.load(ctx, str(path))
+    ctx.save_context(path)
+    with pytest.raises(StateError, match=r"other\.kv: this is the state of a context"):
         Conversation.load(ctx, str(path))
 
 
@@ -161,7 +185,7 @@ def test_the_figures_of_a_turn_are_those_of_evaluation(ctx: LlamaContext) -> Non
     """The first turn of a process imports Jinja2; and no token is evaluated twice."""
     one = Conversation(LlamaSequence(ctx))
     figures = turn(one, "Lucy has a kite.")
-    assert ctx.tokens_evaluated == len(one.sequence) - 1
+    assert ctx.tokens_evaluated == figures.n_prompt + figures.generated - 1
     assert figures.evaluating > 0
     assert figures.generating > 0
 

@@ -9,11 +9,11 @@ import warnings
 from collections.abc import Sequence
 
 import click
+from click.shell_completion import get_completion_class
 
 from pykvcache.cli.bench import bench
 from pykvcache.cli.cache import cache
 from pykvcache.cli.chat import chat
-from pykvcache.cli.completion import completion
 from pykvcache.cli.demo import demo
 from pykvcache.cli.embed import embed
 from pykvcache.cli.generate import generate
@@ -53,9 +53,29 @@ def app() -> None:
     """llama.cpp's KV cache: generate, chat, serve, look inside, save and restore."""
 
 
+_COMPLETION_EPILOG = """
+\b
+For the current shell; to enable it always, add the line to ~/.bashrc or ~/.zshrc:
+  eval "$(pykvcache completion bash)"
+  eval "$(pykvcache completion zsh)"
+\b
+For fish:
+  pykvcache completion fish > ~/.config/fish/completions/pykvcache.fish
+"""
+
+
+@app.command(short_help="Write a shell's completion script.", epilog=_COMPLETION_EPILOG)
+@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
+def completion(shell: str) -> None:
+    """Write the script that lets SHELL complete commands, options and files."""
+    kind = get_completion_class(shell)
+    assert kind is not None, "click knows these shells"
+    click.echo(kind(app, {}, "pykvcache", "_PYKVCACHE_COMPLETE").source())
+
+
 for command in (
-    *(generate, chat, embed, info, tokenize, state, cache, serve, bench, demo),
-    *(rpc_server, completion),
+    *(generate, chat, embed, info, tokenize, state),
+    *(cache, serve, bench, demo, rpc_server),
 ):
     app.add_command(command)
 

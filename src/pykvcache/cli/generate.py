@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import chain
 from typing import Any
 
 import click
@@ -26,7 +27,6 @@ from pykvcache.cli.options import (
 from pykvcache.cli.terminal import context_arguments, is_terminal, load_model, note, watched
 from pykvcache.generate.handle import GenerationHandle
 from pykvcache.llm import LLM
-from pykvcache.model import LlamaModel
 from pykvcache.prefix.sequence import CachedSequence
 from pykvcache.sequence.logprobs import TokenLogprob
 
@@ -108,19 +108,17 @@ def generate(
         raise click.UsageError("give --grammar or --json-schema, not both")
     text = read_text(prompt, file)
     with load_model(model, options["n_gpu_layers"]) as loaded:
-        follow: dict[str, Any] = {}
-        if grammar is not None:
-            follow = {"grammar": read_file(grammar), "model": loaded}
-        if json_schema is not None:
-            is_text = json_schema.lstrip().startswith("{")
-            schema = json_schema if is_text else read_file(json_schema)
-            follow = {"json_schema": schema, "model": loaded}
-        sampler = make_sampler(options, **follow)
+        if json_schema is not None and not json_schema.lstrip().startswith("{"):
+            json_schema = read_file(json_schema)
+        rules = None if grammar is None else read_file(grammar)
+        sampler = make_sampler(options, model=loaded, grammar=rules, json_schema=json_schema)
         if chat:
-            tokens, quote = _rendered(loaded, text, system, template)
-            stop += quote
-        else:
-            tokens = loaded.tokenize(text)
+            messages = [] if system is None else [{"role": "system", "content": system}]
+            messages.append({"role": "user", "content": text})
+            own = None if template is None else read_file(template)
+            text = loaded.apply_chat_template(messages, template=own)
+            stop += closing_quote(text)
+        tokens = loaded.tokenize(text, add_special=not chat, parse_special=chat)
         memory = {"cache": cache_place} if cache_place is not None else {"ram_bytes": 0}
         with LLM(
             loaded, n_parallel=min(samples, 64), **context_arguments(options), **memory
@@ -155,11 +153,10 @@ def _run(llm: LLM, handles: list[GenerationHandle], n_prompt: int, *, echo: bool
     if len(handles) == 1:
         stream = handles[0].stream()
         with watched(llm.context, n_prompt):
-            piece = next(stream, None)
-        while piece is not None:
+            first = next(stream, "")
+        for piece in chain((first,), stream):
             if echo:
                 click.echo(piece, nl=False)
-            piece = next(stream, None)
         if echo:
             click.echo()
     else:
@@ -181,18 +178,6 @@ def _figures(handles: list[GenerationHandle], n_prompt: int) -> str:
         f"{n_prompt} tokens{reused} in {evaluated - times.queued:.2f} s, {n_new} generated, "
         f"{n_new / max(end - evaluated, 1e-9):.0f} tokens/s, {one.finish_reason}"
     )
-
-
-def _rendered(
-    model: LlamaModel, text: str, system: str | None, template: str | None
-) -> tuple[Any, tuple[str, ...]]:
-    """Return the tokens of a chat with one message of the user, and what ends the answer."""
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    messages.append({"role": "user", "content": text})
-    own = None if template is None else read_file(template)
-    rendered = model.apply_chat_template(messages, template=own)
-    tokens = model.tokenize(rendered, add_special=False, parse_special=True)
-    return tokens, closing_quote(rendered)
 
 
 def _line(one: GenerationHandle, n_prompt: int, logprobs: int) -> dict[str, Any]:

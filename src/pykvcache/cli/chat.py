@@ -171,11 +171,8 @@ class Files:
     def has(self, one: Conversation, path: str | None = None) -> bool:
         """Whether a file, or any file, holds this conversation with all of its turns."""
         paths = list(self._known) if path is None else [os.path.realpath(path)]
-        found = ((each, *self._known.get(each, (None, None))) for each in paths)
-        return any(
-            identity is not None and identity == _id_of(each) and content == one.snapshot()
-            for each, identity, content in found
-        )
+        now = ((self._known.get(each), (_id_of(each), one.snapshot())) for each in paths)
+        return any(known == found and found[0] is not None for known, found in now)
 
     def save(self, one: Conversation, path: str) -> None:
         """Write a conversation, unless the file holds it or another program has changed it."""

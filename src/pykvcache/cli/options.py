@@ -24,6 +24,7 @@ __all__ = [
     "json_option",
     "layers_option",
     "make_sampler",
+    "mebibytes",
     "model_option",
     "model_path",
     "number",
@@ -59,6 +60,12 @@ def number(least: int, most: int) -> Callable[[Any], int]:
         return given
 
     return integer
+
+
+def mebibytes(least: int, most: int) -> Callable[[Any], int]:
+    """Return a type of option: a number of MiB in a range, as bytes."""
+    mib = number(least, most)
+    return lambda value: mib(value) << 20
 
 
 def cells(value: Any) -> int:

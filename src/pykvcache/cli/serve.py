@@ -19,6 +19,7 @@ from pykvcache.cli.options import (
     cache_type_options,
     layers_option,
     make_sampler,
+    mebibytes,
     number,
     option,
     read_file,
@@ -33,6 +34,13 @@ from pykvcache.llm import as_tiers, is_folder
 from pykvcache.prefix.policies import DEFAULT, POLICIES
 
 __all__ = ["serve"]
+
+#: Options that are arguments of `LLM`, in addition to those of contexts, and of `Models`.
+_OF_LLM = (
+    *("cache", "folder_bytes", "n_gpu_layers", "n_parallel", "policy", "ram_bytes", "secret"),
+    "tier_seconds",
+)
+_OF_MODELS = ("idle", "max_models", "max_waiting", "timeout")
 
 _EPILOG = """
 \b
@@ -67,22 +75,22 @@ http://127.0.0.1:8080/ shows the cache in a browser.
 )
 @option("--port", "Port to listen on; 0: any free one.", type=number(0, 65535), default=8080)
 @option(
-    "--cache tiers",
+    "--cache",
     "Keep evaluated prefixes beyond this process: in a folder, or at an address such as "
     "redis://host. May be repeated, fastest first.",
     multiple=True,
     metavar="TIER",
 )
 @option(
-    "--cache-limit folder_mib",
+    "--cache-limit folder_bytes",
     "Maximum size of each --cache folder. Default: 10 GiB.",
-    type=number(8, 2**40),
+    type=mebibytes(8, 2**40),
     metavar="MIB",
 )
 @option(
-    "--ram ram_mib",
+    "--ram ram_bytes",
     "Size of the prefix cache in RAM. Default: an eighth of the free memory, at most 4 GiB.",
-    type=number(0, 2**32),
+    type=mebibytes(0, 2**32),
     metavar="MIB",
 )
 @option(
@@ -106,7 +114,7 @@ http://127.0.0.1:8080/ shows the cache in a browser.
     type=number(0, 2**31 - 1),
 )
 @option(
-    "--parallel",
+    "--parallel n_parallel",
     "Maximum number of requests that run at the same time.",
     type=number(1, 256),
     default=8,
@@ -133,7 +141,7 @@ http://127.0.0.1:8080/ shows the cache in a browser.
     metavar="SECONDS",
 )
 @option(
-    "--max-body", "Largest body of a request.", type=number(1, 2**20), default=32, metavar="MIB"
+    "--max-body", "Largest body of a request.", type=mebibytes(1, 2**20), default=32, metavar="MIB"
 )
 @option(
     "--api-keys",
@@ -181,9 +189,6 @@ def serve(
     alias: str | None,
     host: str,
     port: int,
-    tiers: tuple[str, ...],
-    folder_mib: int | None,
-    ram_mib: int | None,
     max_body: int,
     api_keys: str | None,
     api_key: tuple[str, ...],
@@ -208,9 +213,9 @@ def serve(
         raise click.ClickException(
             f"the server needs {error.name}: {how_to_install('serve')}"
         ) from None
-    if folder_mib is not None and not any(map(is_folder, tiers)):
+    tiers, folder_bytes = options["cache"], options["folder_bytes"]
+    if folder_bytes is not None and not any(map(is_folder, tiers)):
         raise click.UsageError("--cache-limit needs a --cache that is a folder")
-    folder_bytes = None if folder_mib is None else folder_mib << 20
     keys = read_keys(api_keys, api_key)
     if keys is None and not is_loopback(host):
         raise click.UsageError(
@@ -218,24 +223,14 @@ def serve(
         )
     try:
         files = find_models(paths or (embedded_model_path(),), alias)
-        stored = Responses(as_tiers(list(tiers), folder_bytes), options["secret"])
+        stored = Responses(as_tiers(tiers, folder_bytes), options["secret"])
     except (ImportError, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from None
-    context = context_arguments(options)
-    context |= {
-        name: options[name] for name in ("policy", "secret", "tier_seconds", "n_gpu_layers")
-    }
-    context.update(
-        n_parallel=options["parallel"],
-        cache=list(tiers),
-        folder_bytes=folder_bytes,
-        ram_bytes=None if ram_mib is None else ram_mib << 20,
-    )
     make_sampler(options)  # refuses wrong values
     models = Models(
         files,
-        context,
-        **{name: options[name] for name in ("max_models", "idle", "max_waiting", "timeout")},
+        context_arguments(options) | {name: options[name] for name in _OF_LLM},
+        **{name: options[name] for name in _OF_MODELS},
         defaults=Defaults(
             None if template is None else read_file(template),
             json_object(variables or "{}"),
@@ -252,7 +247,7 @@ def serve(
     listener = bound(host, port)  # before the model is loaded, which may take long
     if len(files) == 1:
         models.preload()
-    app = make_app(models, keys=keys, max_body=max_body << 20, stored=stored, origins=origins)
+    app = make_app(models, keys=keys, max_body=max_body, stored=stored, origins=origins)
     address, port = listener.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address
     click.echo(f"pykvcache serves http://{shown}:{port} (models: {', '.join(files)})", err=True)

@@ -79,12 +79,10 @@ def disk_usage(where: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(vars(found), indent=1))
         return
-    rows = [("blocks", f"{found.n_blocks:,}"), ("bytes", f"{found.n_bytes:,}")]
+    rows: list[tuple[str, object]] = [("blocks", found.n_blocks), ("bytes", found.n_bytes)]
     if found.oldest is not None and found.newest is not None:
-        rows += [
-            ("least recently used", _ago(found.oldest)),
-            ("most recently used", _ago(found.newest)),
-        ]
+        rows.append(("least recently used", _ago(found.oldest)))
+        rows.append(("most recently used", _ago(found.newest)))
     table(rows)
 
 

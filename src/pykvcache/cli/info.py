@@ -67,7 +67,7 @@ def info(
     if as_json:
         click.echo(json.dumps(facts, ensure_ascii=False, indent=1))
     else:
-        table([(name.replace("_", " "), _text(name, value)) for name, value in facts.items()])
+        table((name, _text(name, value)) for name, value in facts.items())
 
 
 def describe(path: str, n_ctx: int | None, **options: Any) -> dict[str, Any]:
@@ -152,16 +152,14 @@ def context_bytes(
     return ContextBytes(*(a + (b - a) * more for a, b in zip(*found, strict=True)))
 
 
-def _text(name: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
+def _text(name: str, value: Any) -> Any:
     if name.endswith("_bytes"):
         return f"{value:,} bytes ({_binary(value)})"
     if name == "sliding_window":
         return f"{value:,} tokens" if value else "none"
     if name in ("trained_context", "vocabulary", "cache_tokens"):
         return f"{value:,} tokens"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return value
 
 
 def _binary(n: int) -> str:

@@ -53,7 +53,7 @@ def info(file: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(facts, ensure_ascii=False, indent=1))
     else:
-        table([(name.replace("_", " "), _text(value)) for name, value in facts.items()])
+        table((name, _text(value)) for name, value in facts.items())
 
 
 @state.command()
@@ -202,12 +202,13 @@ def _restored(
     """Return a context with the file's state in sequence 0, and the state."""
     if header.kind == "context":
         raise click.UsageError(f"{file} holds a whole context: load it with ctx.load_context")
+    options: dict[str, Any] = {"type_k": type_k, "type_v": type_v}
     if isinstance(header, LlamaStateFile):
-        n_tokens, theirs = len(header.tokens), {}
+        n_tokens = len(header.tokens)
     else:
-        n_tokens, theirs = header.n_tokens, dict(header.types)
-    types = {"type_k": type_k or theirs.get("k"), "type_v": type_v or theirs.get("v")}
-    options: dict[str, Any] = {name: kind for name, kind in types.items() if kind is not None}
+        n_tokens = header.n_tokens
+        options = {name: kind or header.types.get(name[-1]) for name, kind in options.items()}
+    options = {name: kind for name, kind in options.items() if kind is not None}
     with load_model(model) as loaded:
         ctx = LlamaContext(loaded, n_ctx=max(256, n_tokens), n_seq_max=1, **options)
         try:
@@ -219,12 +220,8 @@ def _restored(
             raise
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, (dict, list)):
-        text = json.dumps(value, ensure_ascii=False)
-        return text if len(text) <= LONG else f"{text[:LONG]}... (--json shows all)"
-    return str(value)
+def _text(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= LONG else f"{text[:LONG]}... (--json shows all)"

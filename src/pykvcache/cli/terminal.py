@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
@@ -107,8 +107,15 @@ def watched(ctx: LlamaContext, n_tokens: int) -> Iterator[None]:
             bar.update(min(n_tokens, ctx.tokens_evaluated - start) - bar.pos)
 
 
-def table(rows: list[tuple[str, str]], echo: Callable[[str], None] = click.echo) -> None:
-    """Write names and values in two columns."""
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        echo(f"{name.ljust(width)}  {value}".rstrip())
+def table(rows: Iterable[tuple[str, object]]) -> None:
+    """Write names and values in two columns; underscores in names become spaces."""
+    shown = [(name.replace("_", " "), _shown(value)) for name, value in rows]
+    width = max(len(name) for name, _ in shown)
+    for name, text in shown:
+        click.echo(f"{name.ljust(width)}  {text}".rstrip())
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else str(value)

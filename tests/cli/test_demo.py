@@ -1,4 +1,4 @@
-"""``pykvcache demo``, and the errors, pipes and terminals of all commands."""
+"""``pykvcache demo``: its acts, its table, and its look in a terminal."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cli.test_streams import one_line, run
 from support.models import make_model
 
 pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
@@ -20,25 +21,6 @@ import pykvcache
 from pykvcache.cli import main
 
 QUICK = ("demo", "--quick", "--plain", "--threads", "1", "--n-ctx", "256")
-
-
-def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pykvcache", *args]
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        encoding="utf-8",
-        env={**os.environ, "OMP_WAIT_POLICY": "passive", **env},
-    )
-
-
-def one_line(text: str) -> str:
-    """Check that an error is one line, from us."""
-    assert text.startswith("pykvcache"), text
-    assert text.count("\n") == 1, text
-    return text
 
 
 def summary(stdout: str) -> str:
@@ -149,71 +131,6 @@ def test_demo_in_a_terminal(no_color: str) -> None:
     for green in (b"\x1b[32ma kite", b"\x1b[32myes, exactly"):
         assert (green in shown) != bool(no_color), "green, unless asked not to"
     assert (b"[brackets]" in shown) == (b"[a kite]" in shown) == bool(no_color)
-
-
-def test_version() -> None:
-    result = run("--version")
-    assert result.stdout == f"pykvcache {pykvcache.__version__}\n"
-
-
-def test_without_click_one_line_says_what_to_install(tmp_path: Path) -> None:
-    (tmp_path / "click.py").write_text("raise ImportError('no click here')\n")
-    result = run("info", PYTHONPATH=str(tmp_path))
-    assert result.returncode == 1
-    assert "pip install '.[cli]'" in one_line(result.stderr)
-
-
-@pytest.mark.parametrize("module", ["click", "pykvcache.cli.app"])
-def test_ctrl_c_during_the_import_leaves_no_traceback(module: str) -> None:
-    """Ctrl-C is what a module raises while it is imported."""
-    code = f"""
-import sys
-class Typing:
-    def find_spec(self, name, *_):
-        if name == {module!r}:
-            raise KeyboardInterrupt
-sys.meta_path.insert(0, Typing())
-from pykvcache.cli import main
-sys.exit(main(["--version"]))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
-
-
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (("nonsense",), "nonsense"),
-        (("demo", "--n-ctx", "255"), "[256,"),
-        (("demo", "--n-ctx", "many"), "'many' is not an integer"),
-        (("demo", "--seed", "-1"), "[0,"),
-        (("demo", "--threads", "0"), "[1,"),
-        (("info", "--quick"), "--quick"),
-        (("generate", "a", "--type-k", "f64"), "'f64'"),
-        (("state", "cut", "a", "b"), "--tokens"),
-    ],
-)
-def test_wrong_usage_is_one_line(
-    args: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(args) == 2
-    assert said in one_line(capsys.readouterr().err)
-
-
-def test_no_arguments_show_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
-    said = capsys.readouterr().err
-    for name in ("bench", "cache", "chat", "demo", "generate", "info", "state", "tokenize"):
-        assert re.search(rf"^  {name} +\S", said, re.M)
-    assert "Start here" in said
-
-
-def test_a_failure_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "text.gguf").write_text("not a model\n")
-    for name in ("text.gguf", "nothing.gguf", "."):
-        for command in ("demo", "info"):
-            assert main([command, "--model", str(tmp_path / name)]) == 1
-            assert str(tmp_path / name) in one_line(capsys.readouterr().err)
 
 
 def test_a_closed_pipe_prints_no_traceback() -> None:

@@ -131,16 +131,36 @@ class Conversation:
             rest, n, kept = rest[len(text) :], n + n_tokens, kept + 1
         # The sequence begins with the parts at all times, as Ctrl-C may end any change.
         later, self.parts = self.parts[kept:], self.parts[:kept]
-        for i in range(1, len(later)):
-            if rest and rest == "".join(text for text, _ in later[i:]):  # turns were dropped
-                self.sequence.discard(n, n + _n_tokens(later[:i]), reevaluate=True)
-                self.parts += later[i:]
-                rest, n = "", n + _n_tokens(later[i:])
-                break
+        n_dropped, last = self._ending(later, rest, n)
+        if last:  # turns were dropped
+            self.sequence.discard(n, n + n_dropped, reevaluate=True)
+            self.parts += last
+            rest, n = "", n + sum(n_tokens for _, n_tokens in last)
         tokens = self._tokens(rest, first=n == 0)
         self.sequence.sync(np.concatenate([self.sequence.tokens[:n], tokens]))
         if rest:
             self.parts += ((rest, len(tokens)),)
+
+    def _ending(self, parts: Parts, text: str, n: int) -> tuple[int, Parts]:
+        """Return the last of the parts after n tokens whose text this is, and the tokens before.
+
+        There are none if no token begins where the text begins.
+        """
+        whole = "".join(part for part, _ in parts)
+        if not text or not whole.endswith(text):
+            return 0, ()
+        begin = len(whole) - len(text)
+        ends = list(accumulate(len(part) for part, _ in parts))
+        at = next(i for i, end in enumerate(ends) if begin < end)
+        (part, n_tokens), before = parts[at], sum(n_tokens for _, n_tokens in parts[:at])
+        begun = part[begin - ends[at] :]
+        if begun == part:
+            return before, parts[at:]
+        held = self.sequence.tokens[n + before :][:n_tokens]
+        tokens = self._tokens(begun, first=False)
+        if not np.array_equal(held[-len(tokens) :], tokens):
+            return 0, ()
+        return before + n_tokens - len(tokens), ((begun, len(tokens)), *parts[at + 1 :])
 
     def _tokens(self, text: str, *, first: bool) -> Any:
         if not text:
@@ -304,10 +324,6 @@ def _messages(given: Any) -> list[dict[str, str]]:
     if any(len(m) > 2 for m in given):
         raise ValueError("a message has more than a text")
     return messages
-
-
-def _n_tokens(parts: Parts) -> int:
-    return sum(n_tokens for _, n_tokens in parts)
 
 
 def _parts(note: Any, n_tokens: int) -> Parts:

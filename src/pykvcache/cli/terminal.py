@@ -59,10 +59,7 @@ def is_terminal(stream: TextIO | None) -> bool:
 def load_model(path: str, n_gpu_layers: int | None = None, **options: Any) -> LlamaModel:
     """Load a model; a large one with a progress bar. By default GPUs take all layers."""
     options["n_gpu_layers"] = default_layers() if n_gpu_layers is None else n_gpu_layers
-    try:
-        is_large = os.path.getsize(path) >= SMALL_FILE
-    except OSError:
-        is_large = False
+    is_large = os.path.exists(path) and os.path.getsize(path) >= SMALL_FILE
     if not (is_large and is_terminal(sys.stderr)):
         return LlamaModel(path, **options)
     with click.progressbar(length=1000, label="loading", file=sys.stderr) as bar:

@@ -29,6 +29,7 @@ __all__ = ["FORMAT", "Conversation", "TurnFigures", "closing_quote"]
 #: Key in the metadata of a saved conversation.
 FORMAT = "pykvcache.chat"
 
+#: Texts in the order in which they were added, each with its number of tokens.
 Parts: TypeAlias = tuple[tuple[str, int], ...]
 
 _QUOTES = {'"': '"', "\u201c": "\u201d", "\u00ab": "\u00bb", "`": "`"}
@@ -121,8 +122,8 @@ class Conversation:
     def hold(self, *, answer: bool = False) -> None:
         """Make the sequence hold the messages; with `answer`, up to where the assistant's begins.
 
-        Parts that are in the new text keep their tokens: the model chose some of them, and
-        tokenizing the text may give others.
+        Parts at the beginning of the new text keep their tokens: the model chose some of them, and
+        tokenizing the text may give others. Where turns were dropped, the parts after them move.
         """
         rest, n, kept = self.render(self.messages, answer=answer), 0, 0
         for text, n_tokens in self.parts:
@@ -142,9 +143,10 @@ class Conversation:
             self.parts += ((rest, len(tokens)),)
 
     def _ending(self, parts: Parts, text: str, n: int) -> tuple[int, Parts]:
-        """Return the last of the parts after n tokens whose text this is, and the tokens before.
+        """Find a text at the end of parts, which begin after n tokens.
 
-        There are none if no token begins where the text begins.
+        Returns the number of their tokens before the text, and its parts; no parts if they do not
+        end with it, or no token begins where it begins.
         """
         whole = "".join(part for part, _ in parts)
         if not text or not whole.endswith(text):

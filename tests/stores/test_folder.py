@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from pykvcache.errors import StoreError
-from pykvcache.prefix.stores import FolderStore, folder, folder_index
+from pykvcache.prefix.stores import FolderStore, folder
 from pykvcache.prefix.stores.conformance import chain
 from stores.servers import freeze
 from stores.worker import block, is_whole
@@ -141,7 +141,7 @@ def test_processes_that_use_and_trim_one_folder_keep_paths_whole(tmp_path: Path)
 def test_a_frozen_process_costs_no_read_and_little_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder_index, "WAIT", 0.2)
+    monkeypatch.setattr(folder, "WAIT", 0.2)
     blocks = [block(str(i), 5000) for i in range(5)]
     keys = [key for key, _ in blocks]
     with FolderStore(tmp_path) as store:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from pykvcache.prefix.stores import FolderStore
-from pykvcache.prefix.stores.folder_index import FolderIndex
+from pykvcache.prefix.stores.folder import FolderIndex
 
 
 def block(name: str, size: int = 100_000) -> tuple[bytes, bytes]:

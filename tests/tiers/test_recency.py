@@ -13,7 +13,7 @@ from memory.kit import Case, Fresh, Make, apart, words
 from pykvcache import LlamaContext, PrefixCache
 from pykvcache.cli import main
 from pykvcache.prefix.stores import BlockStore, MemoryStore
-from pykvcache.prefix.stores.folder_index import block_cost
+from pykvcache.prefix.stores.folder import block_cost
 from stores.kinds import SHARED, STORES
 from tiers.kit import SIZE, WAIT, clear_memory, evaluate
 

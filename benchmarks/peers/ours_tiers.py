@@ -15,7 +15,7 @@ from benchmarks.peers.ours_many import Many
 from benchmarks.peers.primitives import Answer
 from pykvcache import LlamaSequence, PrefixCache
 from pykvcache.prefix.cache import core_of
-from pykvcache.prefix.tiers.cost_model import EvaluationTime
+from pykvcache.prefix.tiers.tier import EvaluationTime
 
 
 class Tiered(Many):

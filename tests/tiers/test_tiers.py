@@ -18,7 +18,7 @@ from pykvcache.errors import ClosedError, StoreError
 from pykvcache.prefix import core
 from pykvcache.prefix.stores import FolderStore, MemoryStore
 from pykvcache.prefix.tier_link import TierLink
-from pykvcache.prefix.tiers.cost_model import EvaluationTime
+from pykvcache.prefix.tiers.tier import EvaluationTime
 from stores.servers import freeze, redis_server
 from tiers.kit import SERVED, SIZE, WAIT, evaluate, total, write
 from tiers.slow import SlowStore

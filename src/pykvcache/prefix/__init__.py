@@ -1,7 +1,7 @@
 """The prefix cache: keeps evaluated tokens, so that a prompt resumes from its cached prefix.
 
 ===================  =============================================================================
-`cache.py`           `PrefixCache`: the public class; `arguments.py` checks what users pass
+`cache.py`           `PrefixCache`: the public class
 `core.py`            `CacheCore`: the flow of a request, from lookup to storing
 `sequence.py`        `CachedSequence`; `Request`: the cache's record of one; what it can store
 `lookup.py`          finds the longest cached prefix; decides whether to fork or restore it

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, SupportsIndex
 
-from pykvcache._arguments import TokenInput, as_bool, as_int
+import numpy as np
+
+from pykvcache._arguments import IntArray, TokenInput, as_bool, as_int, as_list
 from pykvcache._closing import Closing
 from pykvcache._drawing import draw_tree
 from pykvcache.context import LlamaContext
-from pykvcache.prefix.arguments import (
-    TierInput,
-    as_namespace,
-    as_seconds,
-    as_tiers,
-    as_tokens,
-)
+from pykvcache.errors import UnsupportedOperation
 from pykvcache.prefix.block_cache import Pin
-from pykvcache.prefix.core import CacheCore
+from pykvcache.prefix.core import CacheCore, as_namespace
 from pykvcache.prefix.events import EventLog
 from pykvcache.prefix.policies import DEFAULT, Policy
-from pykvcache.prefix.prefetch import Prefetch
+from pykvcache.prefix.prefetch import Prefetch, as_seconds
 from pykvcache.prefix.report import CacheStats
 from pykvcache.prefix.sequence import CachedSequence
+from pykvcache.prefix.stores import BlockStore, TierInput
 from pykvcache.prefix.tree_view import CacheTree, view_tree
 from pykvcache.sequence.sequence import LlamaSequence
 
@@ -120,7 +118,7 @@ class PrefixCache(Closing):
             namespace=as_namespace(namespace),
             keep_logits=as_bool(keep_logits, "keep_logits"),
             checkpoint_bytes=as_int(checkpoint_bytes, "checkpoint_bytes", 0, 2**62),
-            stores=as_tiers(tiers, can_check=context.native.has_layout),
+            stores=_as_tiers(tiers, can_check=context.native.has_layout),
             secret=secret,
             tier_seconds=tier_seconds,
             queue_bytes=as_int(queue_bytes, "queue_bytes", 0, 2**62),
@@ -196,7 +194,7 @@ class PrefixCache(Closing):
         """
         with self._core.pool:
             namespace = self._core.namespace(namespace)
-            ids = as_tokens(self.context, tokens)[: self.context.n_ctx_seq]
+            ids = _as_tokens(self.context, tokens)[: self.context.n_ctx_seq]
             one = Prefetch(ids.tobytes(), self._core.current_space(namespace))
             self._core.prefetch(one)
         return one
@@ -219,7 +217,7 @@ class PrefixCache(Closing):
         """
         with self._core.pool:
             namespace = self._core.namespace(namespace)
-            ids = as_tokens(self.context, tokens)
+            ids = _as_tokens(self.context, tokens)
             until = math.inf if ttl is None else time.monotonic() + as_seconds(ttl, "ttl")
             return self._core.blocks.pin(ids.tobytes(), self._core.current_space(namespace), until)
 
@@ -240,7 +238,7 @@ class PrefixCache(Closing):
         """
         with self._core.pool:
             namespace = self._core.namespace(namespace)
-            self._core.forget(as_tokens(self.context, tokens).tobytes(), namespace)
+            self._core.forget(_as_tokens(self.context, tokens).tobytes(), namespace)
 
     def clear(self, namespace: str | None = None) -> None:
         """Empty the RAM cache, or remove one namespace from it; live sequences keep their cells.
@@ -331,3 +329,28 @@ class PrefixCache(Closing):
 def core_of(cache: PrefixCache) -> CacheCore:
     """Return the internals of a cache, for the package's own code."""
     return cache._core
+
+
+def _as_tokens(context: LlamaContext, tokens: str | TokenInput) -> IntArray:
+    """Return the tokens of a prompt; raise TypeError for None, otherwise as `LlamaSequence`."""
+    if tokens is None:
+        raise TypeError("tokens must be text or token ids, not None")
+    return LlamaSequence(context, tokens).tokens
+
+
+def _as_tiers(tiers: Sequence[TierInput], *, can_check: bool) -> list[TierInput]:
+    """Return the tiers as a list; raise TypeError if they are not in a list.
+
+    Raises `UnsupportedOperation` for any tier if records cannot be checked (``can_check``).
+    """
+    if isinstance(tiers, str | os.PathLike | BlockStore | np.ndarray):
+        raise TypeError(f"tiers must be a list of stores, not a {type(tiers).__name__}")
+    stores = as_list(tiers, "tiers", "stores")
+    if stores and not can_check:
+        raise UnsupportedOperation(
+            "PrefixCache",
+            "it has no tiers for this model: the layout of its states is unknown, so records from "
+            "a tier could not be checked. Leave out tiers=",
+            "memory",
+        )
+    return stores

@@ -10,10 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import SupportsIndex
 
-from pykvcache._arguments import TokenInput
+from pykvcache._arguments import TokenInput, as_int
 from pykvcache.context import LlamaContext
 from pykvcache.errors import ArgumentError, ClosedError, DeviceLost, KvCacheError
-from pykvcache.prefix.arguments import TierInput, as_boundaries, as_namespace
 from pykvcache.prefix.block_cache import BlockCache
 from pykvcache.prefix.block_hash import (
     TOKEN_SIZE,
@@ -29,6 +28,7 @@ from pykvcache.prefix.policies import Policy
 from pykvcache.prefix.prefetch import Prefetch, Prefetches
 from pykvcache.prefix.report import COUNTED, ReuseReport
 from pykvcache.prefix.sequence import CachedSequence, LiveCells, Request
+from pykvcache.prefix.stores import TierInput
 from pykvcache.prefix.tier_link import CLOSE_SECONDS, TierLink
 from pykvcache.prefix.tiers.loader import Load, Loaded
 from pykvcache.prefix.tiers.writer import Writer
@@ -36,7 +36,7 @@ from pykvcache.sequence.cells import SequenceCells
 from pykvcache.sequence.ledger import Ledger
 from pykvcache.sequence.pool import pool_of
 
-__all__ = ["CacheCore"]
+__all__ = ["CacheCore", "as_namespace"]
 
 _cores: weakref.WeakKeyDictionary[LlamaContext, weakref.ref[CacheCore]] = (
     weakref.WeakKeyDictionary()
@@ -421,6 +421,20 @@ class CacheCore:
             raise ClosedError("the context of this cache is closed")
         if self._is_closed:
             raise ClosedError("the cache is closed")
+
+
+def as_namespace(namespace: str) -> str:
+    """Return a namespace; raise TypeError unless it is a string."""
+    if not isinstance(namespace, str):
+        raise TypeError(f"namespace must be a str, not {type(namespace).__name__}")
+    return namespace if type(namespace) is str else str.__str__(namespace)
+
+
+def as_boundaries(boundaries: Iterable[SupportsIndex], n: int) -> tuple[int, ...]:
+    """Return sorted, distinct numbers of tokens in [0, n]."""
+    if isinstance(boundaries, str | bytes) or not isinstance(boundaries, Iterable):
+        raise TypeError(f"boundaries must be a list of integers, not {type(boundaries).__name__}")
+    return tuple(sorted({as_int(at, "a boundary", 0, n) for at in boundaries}))
 
 
 #: The writers of all tiers: a writer's thread keeps it alive while its queue is not empty.

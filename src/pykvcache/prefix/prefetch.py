@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING
 
-from pykvcache.prefix.arguments import as_seconds
+from pykvcache.errors import ArgumentError, shown
 from pykvcache.prefix.block_hash import is_on_path
 from pykvcache.prefix.tiers.loader import Load
 
 if TYPE_CHECKING:
     from pykvcache.prefix.core import CacheCore
 
-__all__ = ["Prefetch", "Prefetches"]
+__all__ = ["Prefetch", "Prefetches", "as_seconds"]
 
 #: Maximum number of queued prefetches; further ones end at once.
 MAX_WAITING = 1024
@@ -104,3 +105,14 @@ class Prefetches:
                 with self._lock:
                     self._waiting.popleft()
                 one.end()
+
+
+def as_seconds(value: float, name: str, most: float = math.inf) -> float:
+    """Return a time in [0, most]; raise TypeError or ValueError otherwise, and for NaN."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, not {type(value).__name__}")
+    if not 0 <= value <= most:
+        raise ArgumentError(
+            f"{name} is {shown(value)}: it must be in [0, {most}]", name, value, most
+        )
+    return math.inf if value > sys.float_info.max else float(value)

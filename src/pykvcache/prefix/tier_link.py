@@ -14,7 +14,6 @@ from pykvcache._native import lib
 from pykvcache._ranges import Range, union
 from pykvcache.context import LlamaContext
 from pykvcache.errors import KvCacheError, UnsupportedOperation
-from pykvcache.prefix.arguments import TierInput
 from pykvcache.prefix.block_cache import BlockCache, Source
 from pykvcache.prefix.block_hash import (
     TOKEN_SIZE,
@@ -26,10 +25,9 @@ from pykvcache.prefix.match import Match, Offer
 from pykvcache.prefix.memory import Buffer, CacheMemory
 from pykvcache.prefix.node import NO_STATE, EndState, Kind
 from pykvcache.prefix.report import ReuseReport
-from pykvcache.prefix.stores import BlockStore, Envelope, open_store
-from pykvcache.prefix.tiers.cost_model import EvaluationTime
+from pykvcache.prefix.stores import BlockStore, Envelope, TierInput, open_store
 from pykvcache.prefix.tiers.loader import Deliver, Load, Loaded, TailRecord, Wanted
-from pykvcache.prefix.tiers.tier import Tier, TierStats
+from pykvcache.prefix.tiers.tier import EvaluationTime, Tier, TierStats
 from pykvcache.prefix.tiers.writer import Chain, Writer
 
 __all__ = ["CLOSE_SECONDS", "TierLink"]

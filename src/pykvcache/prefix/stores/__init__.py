@@ -11,7 +11,7 @@ from pykvcache.prefix.stores.folder import FolderStore
 from pykvcache.prefix.stores.memory import MemoryStore
 from pykvcache.prefix.stores.objects import ObjectStore
 from pykvcache.prefix.stores.redis import RedisClusterStore, RedisStore
-from pykvcache.prefix.stores.tools import open_store
+from pykvcache.prefix.stores.tools import TierInput, open_store
 
 __all__ = [
     "BlockStore",
@@ -25,5 +25,6 @@ __all__ = [
     "SealedStore",
     "StoreCounters",
     "StoreEntry",
+    "TierInput",
     "open_store",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from pykvcache._arguments import as_path
 from pykvcache.errors import StoreError, shown
@@ -17,7 +17,10 @@ from pykvcache.prefix.stores.envelope import Envelope, Rejection, fresh
 from pykvcache.prefix.stores.folder import FolderStore
 from pykvcache.prefix.stores.redis import RedisStore
 
-__all__ = ["Usage", "open_existing", "open_store", "usage", "verify"]
+__all__ = ["TierInput", "Usage", "open_existing", "open_store", "usage", "verify"]
+
+#: A folder, an address, or a store.
+TierInput: TypeAlias = str | os.PathLike[str] | BlockStore
 
 # Timeouts of a server in seconds, for tools, which delay no model.
 _PATIENT = {"timeout": 30.0, "connect_timeout": 5.0}
@@ -25,7 +28,7 @@ _PATIENT = {"timeout": 30.0, "connect_timeout": 5.0}
 _KEY = slice(16, 48)
 
 
-def open_store(where: str | os.PathLike[str] | BlockStore, **options: Any) -> BlockStore:
+def open_store(where: TierInput, **options: Any) -> BlockStore:
     """Return the store at an address.
 
     Parameters

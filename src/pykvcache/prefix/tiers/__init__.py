@@ -2,8 +2,7 @@
 
 =================  =================================================================
 `tier.py`          `Tier`: a sealed store, its known keys, its speed and its counters;
-                   `Notices`: its events
-`cost_model.py`    estimates of how long evaluating and loading take
+                   `Notices`: its events; `EvaluationTime`: how long evaluating takes
 `writer.py`        `Writer`: a write-behind queue and its thread, one per tier
 `loader.py`        `Load`: the search for one prompt, in a thread; `TailRecord`
 =================  =================================================================

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import math
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from pykvcache._ranges import Range, deepest
@@ -205,6 +207,10 @@ class Component:
             n += 1
         return n
 
+    def n_chunks(self, end: int) -> int:
+        """Return the number of its first chunks that end at token ``end`` or before."""
+        return bisect_right(list(accumulate(self.sizes)), end - self.start)
+
     @property
     def is_evictable(self) -> bool:
         """Whether it may be evicted now: nothing holds it or needs its tokens."""
@@ -217,12 +223,8 @@ class Component:
 
     def chunk_key(self, n_kept: int = 0) -> int:
         """Return a 32-bit checksum of the path up to the chunk after n_kept tokens, for ghosts."""
-        end = self.start
-        for size in self.sizes:
-            end += size
-            if end - self.start > n_kept:
-                break
-        return self.node.key_at(end) ^ self.kind
+        n = self.n_chunks(self.start + n_kept) + 1
+        return self.node.key_at(self.start + sum(self.sizes[:n])) ^ self.kind
 
 
 @dataclass(eq=False, slots=True)
@@ -307,17 +309,12 @@ class Node:
 
     def names(self, block_size: int) -> list[bytes]:
         """Return the hashes of the blocks that end in this node, or the root's own hash."""
-        unnamed, node = [], self
-        while node._names is None:
-            unnamed.append(node)
-            assert node.parent is not None
-            node = node.parent
-        for node in reversed(unnamed):
-            assert node.parent is not None
-            step = block_size * TOKEN_SIZE
-            n_before, rest = divmod(node.start, block_size)
-            name = node.parent.name_at(n_before, block_size)
-            node._names = block_names(name, node.text_from(node.start - rest), step)
+        for node in reversed(self.path()) if self._names is None else ():
+            if node._names is None and node.parent is not None:
+                n_before, rest = divmod(node.start, block_size)
+                name = node.parent.name_at(n_before, block_size)
+                text = node.text_from(node.start - rest)
+                node._names = block_names(name, text, block_size * TOKEN_SIZE)
         assert self._names is not None
         return self._names
 

@@ -102,14 +102,11 @@ class PrefixTree:
         self.clock += 1
         if match.n < match.node.end:
             # The prompt diverges or ends within a node.
-            self._split_at_chunk(match.node, match.n)
+            self._split_before(match.node, match.n)
             self.policy.passed(match.node.attention)
         node = self._node_of(match.node, resume.n)
-        if resume.n < match.n:
-            last = self._boundary(node, self._chunk_after(node, resume.n))
-        else:
-            last = self._split_at_chunk(node, resume.n)
-        for each in last.path():
+        split = self._split_after if resume.n < match.n else self._split_before
+        for each in split(node, resume.n).path():
             self._count_use(each.attention, priority)
         if resume.window_first < resume.n:
             for one in self._windows(node, resume.window_first, resume.n):
@@ -149,38 +146,22 @@ class PrefixTree:
             if each.window is None or each.window.start >= n:
                 continue
             if each.start < first:
-                self._split_at_chunk(each, first)
+                self._split_before(each, first)
             if each.window is not None:
                 found.append(each.window)
         return found
 
     # Splitting ----------------------------------------------------------------------------------
 
-    def _split_at_chunk(self, node: Node, n: int) -> Node:
-        """Split a node at the last chunk that ends at n tokens or before; return the head."""
-        if n >= node.end or node.parent is None:
+    def _split_before(self, node: Node, n: int) -> Node:
+        """Split a node before the chunk that holds token n; return the head."""
+        if n >= node.end:
             return node
-        return self._boundary(node, self._chunk_before(node, n))
+        return self._boundary(node, max(node.start, n - n % self.shape.block_size))
 
-    @staticmethod
-    def _chunk_before(node: Node, n: int) -> int:
-        """Return the last end of a chunk of a node at n tokens or before, or its start."""
-        at = node.start
-        for size in node.attention.sizes:
-            if at + size > n:
-                break
-            at += size
-        return at
-
-    @staticmethod
-    def _chunk_after(node: Node, n: int) -> int:
-        """Return the first end of a chunk of a node at n tokens or after."""
-        at = node.start
-        for size in node.attention.sizes if at < n else ():
-            at += size
-            if at >= n:
-                break
-        return at
+    def _split_after(self, node: Node, n: int) -> Node:
+        """Split a node after the chunk that holds the last of the first n tokens."""
+        return self._boundary(node, min(node.end, n + -n % self.shape.block_size))
 
     def _boundary(self, node: Node, at: int) -> Node:
         """Return the node that ends at token ``at``; split this one there if necessary."""
@@ -201,10 +182,8 @@ class PrefixTree:
     def _split_component(self, tail: Component, head_node: Node) -> Component:
         head = Component(head_node, tail.kind, self.clock, tail.weight, tail.priority)
         head.created, head.last_use, head.uses = tail.created, tail.last_use, tail.uses
-        left, n = head_node.end - tail.start, 0
-        while left >= tail.sizes[n]:
-            left -= tail.sizes[n]
-            n += 1
+        n = tail.n_chunks(head_node.end)
+        left = head_node.end - tail.start - sum(tail.sizes[:n])
         head.sizes, head.chunks = tail.sizes[:n], tail.chunks[:n]
         tail.sizes, tail.chunks = tail.sizes[n:], tail.chunks[n:]
         if left:
@@ -249,7 +228,7 @@ class PrefixTree:
             return None
         if resume.n < node.end:
             # Tokens after the chunk in which it ends may be evicted.
-            node = self._boundary(node, self._chunk_after(node, resume.n))
+            node = self._split_after(node, resume.n)
         first = node.end
         if resume.window_first < resume.n:
             window = self._node_of(node, resume.window_first + 1).window
@@ -495,7 +474,7 @@ class PrefixTree:
                 continue
             if last < limit:
                 # A node's window cells are those of its last tokens.
-                limit = self._chunk_before(each, last)
+                limit = self.shape.floor(last)
                 if limit <= max(first, each.start):
                     continue
                 each = self._boundary(each, limit)
@@ -586,8 +565,7 @@ class PrefixTree:
         """Evict n chunks (the last attention cells, the first window cells) and useless others."""
         node, parent = one.node, one.node.parent
         if one.kind is Kind.ATTENTION:
-            kept = sum(one.sizes[: len(one.sizes) - n])
-            self._shorten(node, kept)
+            self._shorten(node, sum(one.sizes[: len(one.sizes) - n]))
         elif one.kind is Kind.WINDOW:
             self._drop_chunks(one, 0, n)
         else:
@@ -600,15 +578,10 @@ class PrefixTree:
         if node.state is not None:
             self._drop(node.state)
         if node.window is not None:
-            n, at = len(node.window.sizes), node.end
-            while n and at > node.start + n_tokens:
-                n -= 1
-                at -= node.window.sizes[n]
+            n = node.window.n_chunks(node.start + n_tokens)
             self._drop_chunks(node.window, n, len(node.window.sizes))
-        one, n, at = node.attention, 0, 0
-        while at < n_tokens:
-            at += one.sizes[n]
-            n += 1
+        one = node.attention
+        n = one.n_chunks(node.start + n_tokens)
         self._tell_removing(one, node.n_tokens - n_tokens)
         if self._root_name is not None:
             node.names(self.shape.block_size)

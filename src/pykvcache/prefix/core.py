@@ -264,8 +264,8 @@ class CacheCore:
         self._lookup.begin(request)
         # Part of the tokens now restored from RAM came from the tiers.
         ram = request.report.ram
-        remote = min(found.count("remote", self.block_size), ram)
-        disk = min(found.count("disk", self.block_size), ram - remote)
+        remote = min(found.count("remote"), ram)
+        disk = min(found.count("disk"), ram - remote)
         request.report = replace(request.report, ram=ram - disk - remote, disk=disk, remote=remote)
         self._count(request, old)
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from pykvcache._native import lib
-from pykvcache._ranges import Range, union
+from pykvcache._ranges import union
 from pykvcache.context import LlamaContext
 from pykvcache.errors import KvCacheError, UnsupportedOperation
 from pykvcache.prefix.block_cache import BlockCache, Source
@@ -68,24 +68,13 @@ class _LoadedCells:
         parts, size = list[Buffer](), self._memory.shape.block_size
         for n in sizes:
             at, first = divmod(begin, size)
-            cells, n_cells = self._block(kind, at)
-            if n_cells < first + n:
+            if (found := self._found.cells[kind].get(at)) is None:
                 raise UnsupportedOperation("PrefixCache", "cells did not come out of a tier")
+            cells, n_cells, _ = found
             is_whole = first == 0 and n == n_cells
             parts.append(cells if is_whole else self._memory.part(kind, cells, first, n))
             begin += n
         return parts
-
-    def _block(self, kind: Kind, at: int) -> tuple[Buffer, int]:
-        """Return the cells of a block, or of the tail record after the last, and their number."""
-        found, size = self._found, self._memory.shape.block_size
-        blocks = found.attention if kind is Kind.ATTENTION else found.window
-        if at in blocks:
-            return blocks[at][0], size
-        if found.end is not None and at == found.n // size:
-            end = found.end[0]
-            return (end.cells if kind is Kind.ATTENTION else end.window), end.n_cells
-        return np.empty(0, np.uint8), 0
 
 
 class TierLink:
@@ -229,9 +218,9 @@ class TierLink:
                 tier.refuse([key])
                 self.writers[self.tiers.index(tier)].offer(Chain(removes=[key]))
             return
-        offer = Offer(found.n, self._windows(found), ends=[found.n])
-        if end.state is not None or end.row is not None:
-            offer.states[found.n] = end
+        size, window = self._memory.shape.block_size, found.cells[Kind.WINDOW]
+        windows = [(at * size, at * size + n) for at, (_, n, _) in sorted(window.items())]
+        offer = Offer(found.n, windows, {found.n: end}, [found.n])
         source: Source = _LoadedCells(self._memory, found)
         with self._blocks.change():
             match = self._blocks.tree.match(prompt.tokens, prompt.space)
@@ -246,15 +235,6 @@ class TierLink:
             state = self._memory.make_state(end.state, found.n)
         row = end.row if self._n_row and end.has_row(self._n_row) else None
         return EndState(state, row)
-
-    def _windows(self, found: Loaded) -> list[Range]:
-        size = self._memory.shape.block_size
-        if self._memory.shape.window_start is None:
-            return []
-        ranges = [(at * size, (at + 1) * size) for at in sorted(found.window)]
-        if found.end is not None and found.end[0].n_cells:
-            ranges.append((found.n // size * size, found.n))
-        return ranges
 
     # Writing ------------------------------------------------------------------------------------
 

@@ -26,6 +26,9 @@ __all__ = ["TAIL_OVERHEAD", "Deliver", "Load", "Loaded", "TailRecord", "Wanted"]
 
 Bytes = npt.NDArray[np.uint8]
 
+#: Cells of consecutive tokens, their number, and the tier that they came from.
+Cells: TypeAlias = "tuple[Bytes, int, Tier]"
+
 #: A weak reference to the function that receives late results.
 Deliver: TypeAlias = Callable[[], "Callable[[Load], object] | None"]
 
@@ -153,22 +156,16 @@ class Wanted:
 
 @dataclass
 class Loaded:
-    """The verified result of a search, with which a prompt can resume after n tokens.
-
-    Cells of full blocks are by block index; each is paired with the tier that it came from.
-    """
+    """The verified result of a search, with which a prompt can resume after n tokens."""
 
     n: int = 0
-    attention: dict[int, tuple[Bytes, Tier]] = field(default_factory=dict)
-    window: dict[int, tuple[Bytes, Tier]] = field(default_factory=dict)
+    #: Attention and window cells by block index, with their number and the tier they came from.
+    cells: tuple[dict[int, Cells], dict[int, Cells]] = field(default_factory=lambda: ({}, {}))
     end: tuple[TailRecord, Tier] | None = None
 
-    def count(self, medium: str, block_size: int) -> int:
+    def count(self, medium: str) -> int:
         """Return how many of its tokens came from tiers of this medium."""
-        n = block_size * sum(tier.medium == medium for _, tier in self.attention.values())
-        if self.end is not None and self.end[1].medium == medium:
-            n += self.end[0].n_cells
-        return n
+        return sum(n for _, n, tier in self.cells[0].values() if tier.medium == medium)
 
 
 class Load:
@@ -240,22 +237,26 @@ class Load:
             elif not where and not wanted.begin:
                 self.obstacles += filter(None, [tier.obstacle() for tier in self.tiers])
             return
-        found, blocks, windows = Loaded(n, end=end), range(wanted.begin, n // size), self._windows
+        blocks, windows = range(wanted.begin, n // size), self._windows
         # Read both even if the first fails, so that damaged records of both kinds are removed.
         window_keys = wanted.window_keys(windows)
-        found.window = self._read(Kind.WINDOW, windows, window_keys, self._where_windows)
-        found.attention = self._read(Kind.ATTENTION, blocks, keys[: len(blocks)], where)
-        if len(found.attention) < len(blocks):
+        window = self._read(Kind.WINDOW, windows, window_keys, self._where_windows)
+        attention = self._read(Kind.ATTENTION, blocks, keys[: len(blocks)], where)
+        if len(attention) < len(blocks):
             # A memory without windows and states resumes before the missing cells.
-            found.n, found.end = (wanted.begin + len(found.attention)) * size, None
-            if not wanted.shape.is_plain or found.n <= wanted.known:
+            n, end = (wanted.begin + len(attention)) * size, None
+            if not wanted.shape.is_plain or n <= wanted.known:
                 return
-        if len(found.window) < len(windows):
+        if len(window) < len(windows):
             return
         for tier in self.tiers:
-            new = [at for at, (_, one) in found.attention.items() if one is tier]
+            new = [at for at, (_, _, one) in attention.items() if one is tier]
             tier.notices.stored(wanted.prompt, new)
-        self.found = found
+        if end is not None and (n_cells := end[0].n_cells):
+            attention[n // size] = end[0].cells, n_cells, end[1]
+            if wanted.shape.window_bytes:
+                window[n // size] = end[0].window, n_cells, end[1]
+        self.found = Loaded(n, (attention, window), end)
 
     def _where(self, keys: Sequence[bytes]) -> list[Tier]:
         """Return the tier of each leading record; a tier continues where the one before ends."""
@@ -336,12 +337,12 @@ class Load:
 
     def _read(
         self, kind: Kind, blocks: Sequence[int], keys: Sequence[bytes], where: Sequence[Tier]
-    ) -> dict[int, tuple[Bytes, Tier]]:
+    ) -> dict[int, Cells]:
         """Read the leading run of intact blocks, in groups."""
         wanted, n = self.wanted, self.wanted.shape.block_size
         size = n * wanted.shape.cell_bytes(kind)
         step = max(1, GROUP_BYTES // max(1, size))
-        found: dict[int, tuple[Bytes, Tier]] = {}
+        found: dict[int, Cells] = {}
         at = 0
         while at < len(keys) and not self.is_cancelled:
             tier, group = where[at], zip(keys[at : at + step], where[at:], strict=False)
@@ -349,7 +350,7 @@ class Load:
             read = [np.frombuffer(one, np.uint8) for one in tier.get(part, size, exact=True)]
             is_good = [wanted.is_good(kind, cells, n) for cells in read]
             n_good = is_good.index(False) if False in is_good else len(read)
-            found |= {blocks[at + i]: (read[i], tier) for i in range(n_good)}
+            found |= {blocks[at + i]: (read[i], n, tier) for i in range(n_good)}
             if n_good < len(read):
                 # The checksum is valid, but the cells have another layout or contain NaN.
                 bad = [key for key, good in zip(part, is_good, strict=False) if not good]

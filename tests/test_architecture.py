@@ -66,7 +66,6 @@ ONLY = {
 MODEL_FREE = {
     "block_hash",
     "events",
-    "match",
     "node",
     "policies",
     "tree",

@@ -12,8 +12,7 @@ from benchmarks.harness import rotated
 from benchmarks.peers.primitives import Answer
 from benchmarks.peers.prompts import play, strangers
 from pykvcache import LlamaContext, LlamaModel, LlamaSequence, PrefixCache, Sampler
-from pykvcache.prefix.match import Offer
-from pykvcache.prefix.node import MemoryShape
+from pykvcache.prefix.node import MemoryShape, Offer
 from pykvcache.prefix.policies import DEFAULT
 from pykvcache.prefix.tree import PrefixTree
 

@@ -142,7 +142,7 @@ _UNBUILT = (
 # Modules that work in a subinterpreter, where the compiled layer does not.
 _FREE = (
     *("arrays", "errors", "enums", "simulate", "_native", "_arguments", "_extras", "_models"),
-    *("_ranges", "prefix.block_hash", "prefix.events", "prefix.match", "prefix.node"),
+    *("_ranges", "prefix.block_hash", "prefix.events", "prefix.node"),
     *("prefix.policies", "prefix.stores", "prefix.tree"),
 )
 

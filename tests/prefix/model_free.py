@@ -9,8 +9,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pykvcache.prefix.block_hash import TOKEN_SIZE
-from pykvcache.prefix.match import Hold, Match, Offer, Resume
-from pykvcache.prefix.node import Component, EndState, Kind, MemoryShape, Node, is_resumable
+from pykvcache.prefix.node import (
+    Component,
+    EndState,
+    Hold,
+    Kind,
+    Match,
+    MemoryShape,
+    Node,
+    Offer,
+    Resume,
+    is_resumable,
+)
 from pykvcache.prefix.policies import Policy
 from pykvcache.prefix.tree import PrefixTree
 

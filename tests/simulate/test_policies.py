@@ -12,8 +12,7 @@ import pytest
 from prefix.model_free import token_bytes
 from pykvcache import LlamaContext, PrefixCache
 from pykvcache.errors import KvCacheError
-from pykvcache.prefix.match import Offer
-from pykvcache.prefix.node import Component, Kind, MemoryShape
+from pykvcache.prefix.node import Component, Kind, MemoryShape, Offer
 from pykvcache.prefix.policies import DEFAULT, POLICIES, Policy, make_policy
 from pykvcache.prefix.policies.hit_density import HitDensity
 from pykvcache.prefix.policies.simple import LRU, CostAware

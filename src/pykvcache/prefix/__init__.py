@@ -7,8 +7,8 @@
 `lookup.py`          finds the longest cached prefix; decides whether to fork or restore it
 `block_cache.py`     `BlockCache`: the tree with its budget; one change at a time; pins
 `tree.py`            `PrefixTree`: the radix tree and its eviction; `tree_view.py` shows it
-`node.py`            `Node` and `Component`: attention cells, window cells, a state
-`match.py`           `Match`, `Offer`, `Plan`: what the tree has of a prompt, and what it lacks
+`node.py`            `Node` and `Component`: attention cells, window cells, a state;
+                     `Match`, `Offer`, `Plan`: what the tree has of a prompt, and what it lacks
 `block_hash.py`      block hashes (called names): a hash chain over all tokens before
 `memory.py`          `CacheMemory`: the only module that accesses llama.cpp's memory
 `tier_link.py`       `TierLink`: searches, loads and writes of a cache; `prefetch.py` uses it

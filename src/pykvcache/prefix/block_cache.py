@@ -12,9 +12,8 @@ from pykvcache._native import lib
 from pykvcache.errors import KvCacheError, ReentryError
 from pykvcache.prefix.block_hash import TOKEN_SIZE, block_names
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, EventLog, Stored
-from pykvcache.prefix.match import Hold, Match, Offer, Resume
 from pykvcache.prefix.memory import Buffer, CacheMemory
-from pykvcache.prefix.node import Kind
+from pykvcache.prefix.node import Hold, Kind, Match, Offer, Resume
 from pykvcache.prefix.policies import Policy
 from pykvcache.prefix.tree import PrefixTree
 from pykvcache.sequence.pool import SequencePool

@@ -14,9 +14,8 @@ from pykvcache._arguments import IntArray
 from pykvcache.model import LlamaModel
 from pykvcache.prefix.block_cache import BlockCache
 from pykvcache.prefix.block_hash import space_of
-from pykvcache.prefix.match import Match, Resume
 from pykvcache.prefix.memory import Cells
-from pykvcache.prefix.node import Kind
+from pykvcache.prefix.node import Kind, Match, Resume
 from pykvcache.prefix.report import BEFORE, Difference, Reason, ReuseReport
 from pykvcache.prefix.sequence import Request
 from pykvcache.prefix.tree import PrefixTree

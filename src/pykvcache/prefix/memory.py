@@ -18,8 +18,7 @@ from pykvcache._ranges import Range
 from pykvcache.context import LlamaContext
 from pykvcache.errors import KvCacheError, UnsupportedOperation
 from pykvcache.prefix.block_hash import root_name, split_space
-from pykvcache.prefix.match import Chunk
-from pykvcache.prefix.node import Kind, MemoryShape
+from pykvcache.prefix.node import Chunk, Kind, MemoryShape
 from pykvcache.prefix.stores import Envelope
 from pykvcache.sequence.checkpoints import CheckpointPolicy
 from pykvcache.state.layout import BLOCK_PARTS

@@ -12,9 +12,8 @@ import numpy.typing as npt
 
 from pykvcache._arguments import IntArray, as_int
 from pykvcache.errors import DeviceLost
-from pykvcache.prefix.match import Match, Offer
 from pykvcache.prefix.memory import Buffer, CacheMemory
-from pykvcache.prefix.node import EndState, Kind
+from pykvcache.prefix.node import EndState, Kind, Match, Offer
 from pykvcache.prefix.report import Reason, ReuseReport
 from pykvcache.sequence.cells import SequenceCells
 from pykvcache.sequence.sequence import LlamaSequence

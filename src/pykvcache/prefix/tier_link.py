@@ -21,9 +21,8 @@ from pykvcache.prefix.block_hash import (
     is_on_path,
     window_key,
 )
-from pykvcache.prefix.match import Match, Offer
 from pykvcache.prefix.memory import Buffer, CacheMemory
-from pykvcache.prefix.node import NO_STATE, EndState, Kind
+from pykvcache.prefix.node import NO_STATE, EndState, Kind, Match, Offer
 from pykvcache.prefix.report import ReuseReport
 from pykvcache.prefix.stores import BlockStore, Envelope, TierInput, open_store
 from pykvcache.prefix.tiers.loader import Deliver, Load, Loaded, TailRecord, Wanted

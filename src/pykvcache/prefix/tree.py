@@ -10,13 +10,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from pykvcache._ranges import Range, gaps, overlaps, union
 from pykvcache.errors import ArgumentError
 from pykvcache.prefix.block_hash import TOKEN_SIZE, NameRoot, common_tokens
-from pykvcache.prefix.match import Hold, Match, Offer, Plan, Resume
 from pykvcache.prefix.node import (
     Component,
     EndState,
+    Hold,
     Kind,
+    Match,
     MemoryShape,
     Node,
+    Offer,
+    Plan,
+    Resume,
     cut,
     incomplete,
     is_resumable,

@@ -6,8 +6,7 @@ import heapq
 from dataclasses import dataclass
 
 from pykvcache._arguments import as_int
-from pykvcache.prefix.match import Offer
-from pykvcache.prefix.node import MemoryShape
+from pykvcache.prefix.node import MemoryShape, Offer
 from pykvcache.prefix.policies import Policy
 from pykvcache.prefix.tree import PrefixTree
 from pykvcache.simulate.traces import Trace, check_trace

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TypeAlias
 
 from pykvcache._native import lib
 from pykvcache.errors import KvCacheError, ReentryError
@@ -18,20 +18,17 @@ from pykvcache.prefix.policies import Policy
 from pykvcache.prefix.tree import PrefixTree
 from pykvcache.sequence.pool import SequencePool
 
-__all__ = ["BlockCache", "Pin", "Source"]
+__all__ = ["BlockCache", "Pin", "Read"]
+
+#: Returns the cells of consecutive chunks from a token on; raises `KvCacheError` if some are
+#: missing.
+Read: TypeAlias = Callable[[Kind, int, Sequence[int]], list[Buffer]]
 
 #: Overhead in bytes of an empty cache (by tracemalloc).
 _FIXED_BYTES = 24_000
 
 #: After evicting these bytes, or an eighth of the budget if more, free memory goes to the system.
 _TRIMMED_BYTES = 4 << 20
-
-
-class Source(Protocol):
-    """Provides the cells of inserted components."""
-
-    def read(self, kind: Kind, begin: int, sizes: Sequence[int]) -> list[Buffer]:
-        """Return the cells of consecutive chunks; raise `KvCacheError` if some are missing."""
 
 
 class BlockCache:
@@ -182,7 +179,7 @@ class BlockCache:
 
     def admit(
         self,
-        source: Source,
+        read: Read,
         tokens: bytes,
         match: Match,
         space: str,
@@ -209,7 +206,7 @@ class BlockCache:
         try:
             for one in holes:
                 n = one.n_missing
-                one.chunks[:n] = source.read(one.kind, one.start, one.sizes[:n])
+                one.chunks[:n] = read(one.kind, one.start, one.sizes[:n])
         except (KvCacheError, MemoryError):
             if hold is not None:
                 self.release(owner, is_use=False)

@@ -8,12 +8,13 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import SupportsIndex
 
 from pykvcache._arguments import TokenInput, as_int
 from pykvcache.context import LlamaContext
 from pykvcache.errors import ArgumentError, ClosedError, DeviceLost, KvCacheError
-from pykvcache.prefix.block_cache import BlockCache
+from pykvcache.prefix.block_cache import BlockCache, Read
 from pykvcache.prefix.block_hash import (
     TOKEN_SIZE,
     adapters_digest,
@@ -23,11 +24,11 @@ from pykvcache.prefix.block_hash import (
 from pykvcache.prefix.events import AllBlocksCleared, EventLog, Lookup
 from pykvcache.prefix.lookup import PromptLookup
 from pykvcache.prefix.memory import CacheMemory
-from pykvcache.prefix.node import EndState
+from pykvcache.prefix.node import NO_STATE, EndState, Match, Offer
 from pykvcache.prefix.policies import Policy
 from pykvcache.prefix.prefetch import Prefetch, Prefetches
 from pykvcache.prefix.report import COUNTED, ReuseReport
-from pykvcache.prefix.sequence import CachedSequence, LiveCells, Request
+from pykvcache.prefix.sequence import CachedSequence, Request
 from pykvcache.prefix.stores import TierInput
 from pykvcache.prefix.tier_link import CLOSE_SECONDS, TierLink
 from pykvcache.prefix.tiers.loader import Load, Loaded
@@ -181,20 +182,20 @@ class CacheCore:
         n = cells.n_fresh if blocks.max_bytes or self.has_tiers else 0
         if request.keep is not None:
             n = min(n, request.keep)
-        source = self._source(request, n) if n else None
+        read = self._reader(request, n) if n else None
         states: dict[int, EndState] = {}
         with blocks.change():
             n = min(n, cells.n_fresh)  # parked cells may have been lost
             tokens = cells.ledger.part(0, n).tobytes()
-            if source is not None and n:
+            if read is not None and n:
                 match = blocks.tree.match(tokens, request.space)
-                offer = source.offer(n, match, request, keep_logits=self.keep_logits)
+                offer = self._offer(request, n, match)
                 if blocks.max_bytes:
-                    blocks.admit(source, tokens, match, request.space, offer)
+                    blocks.admit(read, tokens, match, request.space, offer)
                 states = offer.states
             if n and self.has_tiers:
                 ends = {at for at in (report.n_tokens, *request.boundaries, n) if at <= n}
-                self.link.write(tokens, request.space, ends, source, states, report)
+                self.link.write(tokens, request.space, ends, read, states, report)
             if is_last and self.has_tiers:
                 restored = min(report.ram + report.disk + report.remote, cells.n_fresh)
                 if restored > n:  # refresh in the tiers what is not stored again
@@ -203,8 +204,8 @@ class CacheCore:
             if is_last:
                 blocks.release(request)
 
-    def _source(self, request: Request, n: int) -> LiveCells | None:
-        """Return the source of a request's cells; None if RAM has them or they are unreadable."""
+    def _reader(self, request: Request, n: int) -> Read | None:
+        """Return how to read a request's cells; None if RAM has them or they are unreadable."""
         cells, ledger, space = request.cells, request.cells.ledger, request.space
         if cells.seq_id is None and self._known(ledger.part(0, n).tobytes(), space) == n:
             return None
@@ -212,7 +213,27 @@ class CacheCore:
             cells.attach()
         except (KvCacheError, MemoryError):
             return None  # it is not stored, and no error is raised
-        return LiveCells(self._memory, cells)
+        return partial(self._memory.read, cells)
+
+    def _offer(self, request: Request, n: int, match: Match) -> Offer:
+        """Return what a request can store for its first n tokens.
+
+        Their cells must equal those of a fresh run. States that the tree has are not copied again.
+        """
+        cells, memory, n_prompt = request.cells, self._memory, request.report.n_tokens
+        offer = Offer(n, ends=sorted({n_prompt, *request.boundaries}), priority=request.priority)
+        if not memory.shape.is_plain:
+            seq_id, points = cells.ledger.seq_id, cells.points
+            windows = [*points.covered(), *memory.windows(seq_id)]
+            offer.windows = [(first, min(last, n)) for first, last in windows if first < n]
+            offer.states = {one.n: EndState(one.state) for one in points.states if one.n <= n}
+            is_missing = n not in offer.states and not match.end_at(n).has_state
+            if memory.shape.needs_state and is_missing and n == cells.n_held:
+                offer.states[n] = EndState(memory.read_state(seq_id))
+        for at in {n, n_prompt} if self.keep_logits else ():
+            if at <= n and (row := request.row_at(at)) is not None:
+                offer.states[at] = EndState(offer.states.get(at, NO_STATE).state, row.copy())
+        return offer
 
     # Tiers ----------------------------------------------------------------------------------------
 

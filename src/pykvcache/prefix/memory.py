@@ -20,6 +20,7 @@ from pykvcache.errors import KvCacheError, UnsupportedOperation
 from pykvcache.prefix.block_hash import root_name, split_space
 from pykvcache.prefix.node import Chunk, Kind, MemoryShape
 from pykvcache.prefix.stores import Envelope
+from pykvcache.sequence.cells import SequenceCells
 from pykvcache.sequence.checkpoints import CheckpointPolicy
 from pykvcache.state.layout import BLOCK_PARTS
 
@@ -153,14 +154,26 @@ class CacheMemory:
         first, last = self._native.window_range(seq_id)
         return [(first, last)] if first < last else []
 
-    def read(self, kind: Kind, seq_id: int, begin: int, sizes: Sequence[int]) -> list[Buffer]:
-        """Copy the cells of consecutive chunks; raise `KvCacheError` if some are missing or NaN."""
-        cell, pool = self.shape.cell_bytes(kind), self._pools[kind]
+    def read(
+        self, cells: SequenceCells, kind: Kind, begin: int, sizes: Sequence[int]
+    ) -> list[Buffer]:
+        """Return the cells of consecutive chunks of a sequence with an id.
+
+        Window cells are shared with its checkpoints. Raises `KvCacheError` if some are missing, or
+        NaN.
+        """
+        found: list[Buffer] = []
+        if kind is Kind.WINDOW:
+            for size in sizes:
+                found.append(self.join(kind, cells.window_cells(begin, begin + size)))
+                begin += size
+            return found
+        cell, pool, seq_id = self.shape.attention_bytes, self._pools[kind], cells.ledger.seq_id
         found = [pool.take(size * cell) for size in sizes]
         at = 0
         for size, same in groupby(sizes if cell else ()):  # one call for chunks of equal size
             end = at + len(list(same))
-            if not self._native.get_blocks(seq_id, begin, size, found[at:end], part=_PARTS[kind]):
+            if not self._native.get_blocks(seq_id, begin, size, found[at:end], part="attention"):
                 raise UnsupportedOperation("PrefixCache", "the sequence lacks some of these cells")
             begin += size * (end - at)
             at = end

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, SupportsIndex
 
@@ -12,8 +11,6 @@ import numpy.typing as npt
 
 from pykvcache._arguments import IntArray, as_int
 from pykvcache.errors import DeviceLost
-from pykvcache.prefix.memory import Buffer, CacheMemory
-from pykvcache.prefix.node import EndState, Kind, Match, Offer
 from pykvcache.prefix.report import Reason, ReuseReport
 from pykvcache.sequence.cells import SequenceCells
 from pykvcache.sequence.sequence import LlamaSequence
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
     from pykvcache.prefix.core import CacheCore
     from pykvcache.prefix.tiers.loader import Load
 
-__all__ = ["CachedSequence", "LiveCells", "Request", "request_of"]
+__all__ = ["CachedSequence", "Request", "request_of"]
 
 
 @dataclass(eq=False)
@@ -81,47 +78,6 @@ class Request:
         """Report that its prompt was evaluated for the request that it was forked from."""
         n = len(self)
         self.report, self.reason = ReuseReport(n, live=n), None
-
-
-@dataclass(frozen=True)
-class LiveCells:
-    """The cells of a sequence with an id, and the checkpoints of its evaluation."""
-
-    memory: CacheMemory
-    cells: SequenceCells
-
-    def read(self, kind: Kind, begin: int, sizes: Sequence[int]) -> list[Buffer]:
-        """Return the cells of consecutive chunks; window cells of checkpoints are shared."""
-        if kind is Kind.ATTENTION:
-            return self.memory.read(kind, self.cells.ledger.seq_id, begin, sizes)
-        found: list[Buffer] = []
-        for size in sizes:
-            chunks = self.cells.window_cells(begin, begin + size)
-            found.append(self.memory.join(kind, chunks))
-            begin += size
-        return found
-
-    def offer(self, n: int, match: Match, request: Request, *, keep_logits: bool) -> Offer:
-        """Return what the sequence can store for its first n tokens.
-
-        Their cells must equal those of a fresh run. States that the tree has are not copied again.
-        """
-        offer = Offer(n, priority=request.priority)
-        offer.ends = sorted({request.report.n_tokens, *request.boundaries})
-        if not self.memory.shape.is_plain:
-            seq_id, points = self.cells.ledger.seq_id, self.cells.points
-            windows = [*points.covered(), *self.memory.windows(seq_id)]
-            offer.windows = [(first, min(last, n)) for first, last in windows if first < n]
-            offer.states = {one.n: EndState(one.state) for one in points.states if one.n <= n}
-            is_missing = n not in offer.states and not match.end_at(n).has_state
-            if self.memory.shape.needs_state and is_missing and n == self.cells.n_held:
-                offer.states[n] = EndState(self.memory.read_state(seq_id))
-        if keep_logits:
-            for at in {n, request.report.n_tokens}:
-                if at <= n and (row := request.row_at(at)) is not None:
-                    state = offer.states.get(at, EndState()).state
-                    offer.states[at] = EndState(state, row.copy())
-        return offer
 
 
 class CachedSequence(LlamaSequence):

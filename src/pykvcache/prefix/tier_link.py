@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, cast
 
@@ -14,7 +16,7 @@ from pykvcache._native import lib
 from pykvcache._ranges import union
 from pykvcache.context import LlamaContext
 from pykvcache.errors import KvCacheError, UnsupportedOperation
-from pykvcache.prefix.block_cache import BlockCache, Source
+from pykvcache.prefix.block_cache import BlockCache, Read
 from pykvcache.prefix.block_hash import (
     TOKEN_SIZE,
     NamedPrompt,
@@ -54,26 +56,6 @@ def _least_seconds(ctx: LlamaContext) -> float:
     """Return a lower bound on the seconds per token, from the model's size."""
     rate = _PER_DEVICE if lib.devices() != ["CPU"] else _PER_THREAD * max(1, ctx.n_threads_batch)
     return 2 * ctx.model.n_params / rate
-
-
-class _LoadedCells:
-    """Cells loaded from tiers, as a `Source`."""
-
-    def __init__(self, memory: CacheMemory, found: Loaded) -> None:
-        self._memory, self._found = memory, found
-
-    def read(self, kind: Kind, begin: int, sizes: Sequence[int]) -> list[Buffer]:
-        """Return the cells of chunks; a chunk lies within one block."""
-        parts, size = list[Buffer](), self._memory.shape.block_size
-        for n in sizes:
-            at, first = divmod(begin, size)
-            if (found := self._found.cells[kind].get(at)) is None:
-                raise UnsupportedOperation("PrefixCache", "cells did not come out of a tier")
-            cells, n_cells, _ = found
-            is_whole = first == 0 and n == n_cells
-            parts.append(cells if is_whole else self._memory.part(kind, cells, first, n))
-            begin += n
-        return parts
 
 
 class TierLink:
@@ -220,10 +202,23 @@ class TierLink:
         size, window = self._memory.shape.block_size, found.cells[Kind.WINDOW]
         windows = [(at * size, at * size + n) for at, (_, n, _) in sorted(window.items())]
         offer = Offer(found.n, windows, {found.n: end}, [found.n])
-        source: Source = _LoadedCells(self._memory, found)
+        read = partial(self._read, found)
         with self._blocks.change():
             match = self._blocks.tree.match(prompt.tokens, prompt.space)
-            self._blocks.admit(source, prompt.tokens, match, prompt.space, offer, owner)
+            self._blocks.admit(read, prompt.tokens, match, prompt.space, offer, owner)
+
+    def _read(self, found: Loaded, kind: Kind, begin: int, sizes: Sequence[int]) -> list[Buffer]:
+        """Return loaded cells of consecutive chunks, each of which lies within one block."""
+        parts, size = list[Buffer](), self._memory.shape.block_size
+        for n in sizes:
+            at, first = divmod(begin, size)
+            if at not in found.cells[kind]:
+                raise UnsupportedOperation("PrefixCache", "cells did not come out of a tier")
+            cells, n_cells, _ = found.cells[kind][at]
+            is_whole = first == 0 and n == n_cells
+            parts.append(cells if is_whole else self._memory.part(kind, cells, first, n))
+            begin += n
+        return parts
 
     def _end_state(self, found: Loaded) -> EndState:
         """Return the state and the logits of a tail record; raise if the memory rejects them."""
@@ -242,11 +237,11 @@ class TierLink:
         tokens: bytes,
         space: str,
         ends: Collection[int],
-        source: Source | None,
+        read: Read | None,
         states: dict[int, EndState],
         report: ReuseReport = _NOTHING,
     ) -> None:
-        """Queue the records of a closing sequence for the tiers, from RAM or from ``source``.
+        """Queue the records of a closing sequence for the tiers, from RAM or by ``read``.
 
         Windows and tail records are written for ``ends``, where prompts are likely to resume.
         """
@@ -255,7 +250,7 @@ class TierLink:
         names = prompt.names
         if not names:
             return
-        out = _Out(self._memory, self._blocks.tree.match(tokens, space), source, states)
+        out = _Out(self._memory, self._blocks.tree.match(tokens, space), read, states)
         records: list[_Record] = [
             (name, partial(out.cells, Kind.ATTENTION, i * size, size))
             for i, name in enumerate(names)
@@ -378,48 +373,45 @@ class TierLink:
         return n_bytes // (5 * shape.window_bytes)
 
 
+@dataclass(frozen=True)
 class _Out:
     """Contents of records, read from RAM or a sequence on demand."""
 
-    def __init__(
-        self, memory: CacheMemory, match: Match, source: Source | None, states: dict[int, EndState]
-    ) -> None:
-        self._memory, self.match, self._source, self._states = memory, match, source, states
+    memory: CacheMemory
+    match: Match
+    read: Read | None
+    states: dict[int, EndState]
 
     def cells(self, kind: Kind, begin: int, n: int) -> Buffer | None:
         """Return n cells as one buffer; None if they cannot be read."""
         first, chunks = self.match.chunks(kind, begin, begin + n)
         if first == begin and sum(used for _, _, used in chunks) == n:
-            return self._memory.join(kind, chunks)
-        if self._source is None:
-            return None
-        try:
-            parts = self._source.read(kind, begin, [n])
-        except KvCacheError:
-            return None
-        return parts[0]
+            return self.memory.join(kind, chunks)
+        with contextlib.suppress(KvCacheError):
+            return None if self.read is None else self.read(kind, begin, [n])[0]
+        return None
 
     def _state(self, end: int) -> EndState:
-        return self._states.get(end, NO_STATE).with_all_of(self.match.end_at(end))
+        return self.states.get(end, NO_STATE).with_all_of(self.match.end_at(end))
 
     def has_end(self, end: int) -> bool:
         """Return whether a prompt end needs a tail record in addition to its full blocks."""
         at = self._state(end)
-        if self._memory.shape.needs_state:
+        if self.memory.shape.needs_state:
             return at.has_state
-        return end % self._memory.shape.block_size > 0 or at.row is not None
+        return end % self.memory.shape.block_size > 0 or at.row is not None
 
     def end(self, end: int) -> Buffer | None:
         """Return the content of a tail record; None if its cells cannot be read."""
-        shape = self._memory.shape
+        shape = self.memory.shape
         n = end % shape.block_size
-        parts = [np.empty(0, np.uint8)] * 2
+        parts = list[Buffer]()
         for kind in (Kind.ATTENTION, Kind.WINDOW):
-            if n and shape.cell_bytes(kind):
-                cells = self.cells(kind, end - n, n)
-                if cells is None:
-                    return None
-                parts[kind] = cells
+            is_there = n and shape.cell_bytes(kind)
+            cells = self.cells(kind, end - n, n) if is_there else np.empty(0, np.uint8)
+            if cells is None:
+                return None
+            parts.append(cells)
         at = self._state(end)
         state = None if at.state is None else at.state.content
         content = TailRecord(n, parts[0], parts[1], state, at.row).encode()

@@ -72,17 +72,18 @@ def list_blocks(where: str, number: int, as_json: bool) -> None:
 @JSON
 def disk_usage(where: str, as_json: bool) -> None:
     """Show the number of blocks and their bytes."""
-    from pykvcache.prefix.stores import tools
-
     with _open(where, changes=False) as store:
-        found = tools.usage(store)
+        found = list(store.entries())
+    times, n_bytes = [entry.used for entry in found], sum(entry.size for entry in found)
     if as_json:
-        click.echo(json.dumps(vars(found), indent=1))
+        facts: dict[str, float | None] = {"n_blocks": len(found), "n_bytes": n_bytes}
+        facts |= {"oldest": min(times, default=None), "newest": max(times, default=None)}
+        click.echo(json.dumps(facts, indent=1))
         return
-    rows: list[tuple[str, object]] = [("blocks", found.n_blocks), ("bytes", found.n_bytes)]
-    if found.oldest is not None and found.newest is not None:
-        rows.append(("least recently used", _ago(found.oldest)))
-        rows.append(("most recently used", _ago(found.newest)))
+    rows: list[tuple[str, object]] = [("blocks", len(found)), ("bytes", n_bytes)]
+    if times:
+        rows.append(("least recently used", _ago(min(times))))
+        rows.append(("most recently used", _ago(max(times))))
     table(rows)
 
 

@@ -193,7 +193,10 @@ class Envelope:
         Other bytes may follow the sealed block. The content is a view of ``sealed``, or of new
         memory if it was encrypted.
         """
-        name = self.name(key)
+        return self.open_named(self.name(key), sealed)
+
+    def open_named(self, name: bytes, sealed: Buffer) -> memoryview | Rejection:
+        """Do as `open`, given the name under which the block is stored."""
         view = flat(sealed)
         if len(view) < self.overhead:
             return Rejection.TRUNCATED

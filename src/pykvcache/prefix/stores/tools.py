@@ -1,4 +1,4 @@
-"""Functions over stores: open one by its address, measure it, verify its blocks.
+"""Functions over stores: open one by its address, verify its blocks.
 
 ``pykvcache cache`` uses them; none needs a model.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from pykvcache._arguments import as_path
@@ -17,7 +16,7 @@ from pykvcache.prefix.stores.envelope import Envelope, Rejection, fresh
 from pykvcache.prefix.stores.folder import FolderStore
 from pykvcache.prefix.stores.redis import RedisStore
 
-__all__ = ["TierInput", "Usage", "open_existing", "open_store", "usage", "verify"]
+__all__ = ["TierInput", "open_existing", "open_store", "verify"]
 
 #: A folder, an address, or a store.
 TierInput: TypeAlias = str | os.PathLike[str] | BlockStore
@@ -92,31 +91,6 @@ def open_existing(where: str) -> BlockStore:
     return open_store(path, max_bytes=1 << 62)
 
 
-@dataclass(frozen=True)
-class Usage:
-    """The size of a store's contents, and the first and the latest last use of its blocks."""
-
-    n_blocks: int
-    n_bytes: int
-    oldest: float | None  # Unix time; None if it is empty
-    newest: float | None
-
-
-def usage(store: BlockStore) -> Usage:
-    """Return the size of a store's contents; lists all of its blocks."""
-    found = list(store.entries())
-    times = [entry.used for entry in found]
-    n_bytes = sum(entry.size for entry in found)
-    return Usage(len(found), n_bytes, min(times, default=None), max(times, default=None))
-
-
-class _ByName(Envelope):
-    """An envelope whose keys are the names under which blocks are stored."""
-
-    def name(self, key: bytes) -> bytes:
-        return key
-
-
 def verify(
     store: BlockStore, secret: bytes | str | None = None
 ) -> Iterator[tuple[StoreEntry, Rejection | None]]:
@@ -125,7 +99,7 @@ def verify(
     Without the secret of the writers encrypted blocks are ``LOCKED``. Blocks that are removed
     during the call are left out.
     """
-    envelope = _ByName(model="any", layout="any", secret=secret)
+    envelope = Envelope(model="any", layout="any", secret=secret)
     for entry in store.entries():
         buffer = fresh(entry.size)
         # Reused memory may still hold this very block, which would complete a truncated one.
@@ -133,7 +107,7 @@ def verify(
         buffer[:edge] = buffer[len(buffer) - edge :] = bytes(edge)
         if not store.get_into([entry.key], [buffer]):
             continue
-        found = envelope.open(entry.key, buffer)
+        found = envelope.open_named(entry.key, buffer)
         if found is Rejection.FOREIGN and buffer[_KEY] == entry.key:
             found = memoryview(b"")  # intact, whatever its model and layout
         yield entry, found if isinstance(found, Rejection) else None

@@ -13,7 +13,6 @@ that whole blocks are evicted, written to tiers and restored without being joine
 
 from __future__ import annotations
 
-import math
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
@@ -235,10 +234,7 @@ class Component:
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A run of tokens of the tree.
-
-    It ends after ``end`` tokens of its path.
-    """
+    """A run of tokens of the tree, which ends after ``end`` tokens of its path."""
 
     parent: Node | None  # None for a root, and for a node that was removed from the tree
     tokens: bytes  # little-endian 32-bit integers
@@ -284,6 +280,11 @@ class Node:
             return NO_STATE
         end: EndState = self.state.chunks[0]
         return end
+
+    @property
+    def has_whole_window(self) -> bool:
+        """Whether it has the window cells of all its tokens."""
+        return self.window is not None and self.window.start == self.start
 
     def components(self) -> Iterator[Component]:
         """Yield its components."""
@@ -491,50 +492,30 @@ class Plan(Offer):
 
 def is_resumable(shape: MemoryShape, node: Node) -> bool:
     """Return whether a prompt can resume at the end of a node."""
-    return _resumes(shape, node, _reach(shape, node))
+    if shape.needs_state and not node.end_state.has_state:
+        return False
+    first, each = shape.window_begin(node.end), node
+    while first < each.end and each.parent is not None:
+        if each.window is None or each.window.start > max(first, each.start):
+            return False
+        each = each.parent
+    return True
 
 
 def incomplete(shape: MemoryShape, top: Node) -> list[Node]:
     """Return the nodes from ``top`` down with cells in no complete window, deepest first."""
-    before = math.inf if top.parent is None or top.parent.is_root else _reach(shape, top.parent)
-    waiting, found, connected = [(top, before)], list[Node](), set[Node]()
+    waiting, found, connected = [top], list[Node](), set[Node]()
     while waiting:
-        node, reach = waiting.pop()
-        one = node.window
-        n = 0 if one is None else one.n_tokens
-        is_full = one is not None and n == node.n_tokens
-        reach = reach + n if is_full else n
-        if _resumes(shape, node, reach):
-            # So do the nodes after it.
-            connected |= {node} if is_full else set()
-            continue
-        found.append(node)
-        followers = (child for child in node.children.values() if child.window is not None)
-        waiting.extend((child, reach) for child in followers)
+        node = waiting.pop()
+        if not is_resumable(shape, node):
+            found.append(node)
+            waiting += (child for child in node.children.values() if child.window is not None)
+        elif node.has_whole_window:  # the windows after it are complete, too
+            connected.add(node)
     useless = list[Node]()
     for node in reversed(found):
         if connected.isdisjoint(node.children.values()):
             useless.append(node)
-        elif node.window is not None and node.window.n_tokens == node.n_tokens:
+        elif node.has_whole_window:
             connected.add(node)
     return useless
-
-
-def _resumes(shape: MemoryShape, node: Node, reach: float) -> bool:
-    """Return whether a prompt can resume at a node's end, with ``reach`` window cells before it."""
-    if shape.needs_state and not node.end_state.has_state:
-        return False
-    return shape.window_start is None or node.end - shape.window_start(node.end) <= reach
-
-
-def _reach(shape: MemoryShape, node: Node) -> float:
-    """Return the number of consecutive tokens before a node's end that have window cells."""
-    start, end, n = shape.window_start, node.end, 0
-    for each in node.path():
-        one = each.window
-        if one is None or start is None:
-            return n
-        n += one.n_tokens
-        if one.n_tokens < each.n_tokens or n > end - start(end):
-            return n
-    return math.inf

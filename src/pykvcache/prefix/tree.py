@@ -641,16 +641,16 @@ class PrefixTree:
         """Drop what became useless when this node, or a node after it, lost a component."""
         lost = [node]
         if self.shape.window_start is not None and not node.is_root:
-            self._drop_incomplete(node, lost)
-            # Windows before it may have been of use only for its continuations.
-            above = node.parent
-            while above is not None and above.window is not None:
+            top = node
+            while (above := top.parent) is not None and above.window is not None:
                 if is_resumable(self.shape, above):
                     break
-                self._drop_incomplete(above, lost)
-                if above.window is not None:
-                    break
-                above = above.parent
+                top = above  # its window may have been of use only for its continuations
+            for each in incomplete(self.shape, top):
+                for one in (each.window, each.state):
+                    if one is not None and not one.held:
+                        self._drop(one)
+                        lost.append(each)
         for each in lost:
             while (before := each.parent) is not None and not self._is_needed(each):
                 self._shorten(each, 0)
@@ -659,14 +659,6 @@ class PrefixTree:
     def _is_needed(self, node: Node) -> bool:
         """Return whether a node has children or holds, or a prompt can resume at its end."""
         return bool(node.children or node.attention.held) or is_resumable(self.shape, node)
-
-    def _drop_incomplete(self, top: Node, lost: list[Node]) -> None:
-        """Drop the incomplete windows from a node down, and the states at their ends."""
-        for node in incomplete(self.shape, top):
-            for one in (node.window, node.state):
-                if one is not None and not one.held:
-                    self._drop(one)
-                    lost.append(node)
 
     # Paths and namespaces -----------------------------------------------------------------------
 

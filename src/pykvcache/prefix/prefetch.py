@@ -65,9 +65,8 @@ class Prefetches:
     """The queued prefetches, and the thread that runs them, which ends with the last one."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Prefetch] = deque()
+        self._waiting: deque[Prefetch] = deque()  # the first is in progress
         self._lock = threading.Lock()
-        self._is_working = False
 
     def add(self, one: Prefetch, core: weakref.ref[CacheCore]) -> None:
         """Queue a prefetch; end it at once if the queue is full."""
@@ -75,10 +74,9 @@ class Prefetches:
             if len(self._waiting) >= MAX_WAITING:
                 one.end()
                 return
-            if not self._is_working:
+            if not self._waiting:  # no thread is working
                 name = "pykvcache-prefetch"
                 threading.Thread(target=self._work, args=(core,), name=name, daemon=True).start()
-                self._is_working = True
             self._waiting.append(one)
 
     def cancel(self, tokens: bytes = b"", namespace: str | None = None) -> None:
@@ -89,11 +87,9 @@ class Prefetches:
                     one.cancel()
 
     def _work(self, ref: weakref.ref[CacheCore]) -> None:
-        while True:
+        is_last = False
+        while not is_last:
             with self._lock:
-                if not self._waiting:
-                    self._is_working = False
-                    return
                 one = self._waiting[0]
             try:
                 if (core := ref()) is not None and not one.is_cancelled:
@@ -104,6 +100,7 @@ class Prefetches:
             finally:
                 with self._lock:
                     self._waiting.popleft()
+                    is_last = not self._waiting
                 one.end()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pykvcache.prefix.node import Component
 
-__all__ = ["ByPriority", "Leaves", "Policy", "lower"]
+__all__ = ["ByPriority", "Leaves", "Policy", "lower", "part_bytes"]
 
 
 class Policy:
@@ -88,6 +88,12 @@ class Leaves:
             else:
                 heapq.heappop(self._heap)
         return None
+
+
+def part_bytes(component: Component, n_tokens: int) -> int:
+    """Return the bytes of n_tokens of a component: of a state, which has no tokens, all."""
+    whole = component.n_tokens
+    return component.n_bytes * n_tokens // whole if whole else component.n_bytes
 
 
 def lower(component: Component | None, other: Component | None) -> Component | None:

@@ -6,7 +6,7 @@ import math
 from collections import OrderedDict
 
 from pykvcache.prefix.node import Component
-from pykvcache.prefix.policies.base import ByPriority, Leaves, Policy, lower
+from pykvcache.prefix.policies.base import ByPriority, Leaves, Policy, lower, part_bytes
 
 __all__ = ["S3FIFO", "SLRU"]
 
@@ -77,11 +77,7 @@ class SLRU(ByPriority):
     def removing(self, component: Component, n_tokens: int) -> None:
         """Subtract the evicted bytes."""
         if (known := self._protected.get(component)) is not None:
-            left = (
-                component.n_bytes * (component.n_tokens - n_tokens) // component.n_tokens
-                if component.n_tokens
-                else 0
-            )
+            left = component.n_bytes - part_bytes(component, n_tokens)
             self._bytes += left - known
             self._protected[component] = left
             if not left:
@@ -144,11 +140,7 @@ class S3FIFO(Policy):
         _, in_main, _ = component.notes
         if in_main:
             return
-        size = (
-            component.n_bytes * n_tokens // component.n_tokens
-            if component.n_tokens
-            else component.n_bytes
-        )
+        size = part_bytes(component, n_tokens)
         self._small_bytes -= size
         key = component.chunk_key(component.n_tokens - n_tokens)
         self._ghost_bytes += size - self._ghosts.pop(key, 0)

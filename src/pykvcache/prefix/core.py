@@ -15,12 +15,7 @@ from pykvcache._arguments import TokenInput, as_int
 from pykvcache.context import LlamaContext
 from pykvcache.errors import ArgumentError, ClosedError, DeviceLost, KvCacheError
 from pykvcache.prefix.block_cache import BlockCache, Read
-from pykvcache.prefix.block_hash import (
-    TOKEN_SIZE,
-    adapters_digest,
-    block_names,
-    space_of,
-)
+from pykvcache.prefix.block_hash import TOKEN_SIZE, adapters_digest, block_names, space_of
 from pykvcache.prefix.events import AllBlocksCleared, EventLog, Lookup
 from pykvcache.prefix.lookup import PromptLookup
 from pykvcache.prefix.memory import CacheMemory

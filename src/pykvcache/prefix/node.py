@@ -224,7 +224,7 @@ class Component:
             return False
         if self.kind:
             return (node.window if self.kind is Kind.WINDOW else node.state) is self
-        return node.attention is self and not node.children
+        return not node.children
 
     def chunk_key(self, n_kept: int = 0) -> int:
         """Return a 32-bit checksum of the path up to the chunk after n_kept tokens, for ghosts."""

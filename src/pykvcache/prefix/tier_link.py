@@ -17,12 +17,7 @@ from pykvcache._ranges import union
 from pykvcache.context import LlamaContext
 from pykvcache.errors import KvCacheError, UnsupportedOperation
 from pykvcache.prefix.block_cache import BlockCache, Read
-from pykvcache.prefix.block_hash import (
-    TOKEN_SIZE,
-    NamedPrompt,
-    is_on_path,
-    window_key,
-)
+from pykvcache.prefix.block_hash import TOKEN_SIZE, NamedPrompt, is_on_path, window_key
 from pykvcache.prefix.memory import Buffer, CacheMemory
 from pykvcache.prefix.node import NO_STATE, EndState, Kind, Match, Offer
 from pykvcache.prefix.report import ReuseReport
@@ -175,8 +170,7 @@ class TierLink:
             shape,
             n_blocks=len(prompt.names) if most is None else most // size,
             begin=match.n // size,
-            window_begin=-(-first // size),
-            window_end=last // size,
+            windows=range(-(-first // size), last // size),
             known=known,
             limit=limit if most is None else min(limit, most),
             tail_bytes=self._tail_bytes,

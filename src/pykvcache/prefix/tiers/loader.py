@@ -102,15 +102,14 @@ class Wanted:
     """What to load for a prompt.
 
     RAM has the attention cells of the first ``begin`` full blocks, and the window cells of those
-    in ``[window_begin, window_end)``.
+    in ``windows``.
     """
 
     prompt: NamedPrompt
     shape: MemoryShape
     n_blocks: int  # maximum number of full blocks to load
     begin: int
-    window_begin: int
-    window_end: int
+    windows: range
     known: int  # tokens that RAM or live sequences already provide; a shorter prefix is useless
     limit: int  # maximum number of tokens that the prompt can use
     tail_bytes: int  # upper bound on the bytes of a tail record without its cells
@@ -136,8 +135,7 @@ class Wanted:
 
     def missing_windows(self, n: int) -> list[int]:
         """Return those of `window_blocks` that RAM lacks, the last first."""
-        known = range(self.window_begin, self.window_end)
-        return [at for at in reversed(self.window_blocks(n)) if at not in known]
+        return [at for at in reversed(self.window_blocks(n)) if at not in self.windows]
 
     @property
     def n_bytes(self) -> int:
@@ -149,9 +147,10 @@ class Wanted:
             + windows * shape.block_size * shape.window_bytes
         )
 
-    def window_keys(self, blocks: Iterable[int]) -> list[bytes]:
-        """Return the keys of the window cells of some blocks."""
-        return [window_key(self.prompt.names[at]) for at in blocks]
+    def keys(self, kind: Kind, blocks: Iterable[int]) -> list[bytes]:
+        """Return the keys of the cells of some blocks."""
+        names = [self.prompt.names[at] for at in blocks]
+        return names if kind is Kind.ATTENTION else [window_key(name) for name in names]
 
 
 @dataclass
@@ -188,8 +187,6 @@ class Load:
         self.until = math.inf
         self._deliver = deliver
         self.is_cancelled = self._is_late = False
-        # The blocks whose window cells the resume point needs, and their tiers.
-        self._windows, self._where_windows = list[int](), list[Tier]()
         self._lock = threading.Lock()
 
     def start(self) -> None:
@@ -226,10 +223,10 @@ class Load:
 
     def _search(self) -> None:
         wanted, size = self.wanted, self.wanted.shape.block_size
-        keys = wanted.prompt.names[wanted.begin : wanted.n_blocks]
-        where = self._where(keys)
+        n_blocks = min(wanted.n_blocks, len(wanted.prompt.names))
+        where = self._where(Kind.ATTENTION, range(wanted.begin, n_blocks))
         depth = wanted.begin + len(where)
-        n, end = self._place(depth)
+        n, end, windows = self._place(depth)
         if n <= wanted.known:
             if where and not wanted.shape.is_plain:
                 part = "state" if wanted.shape.needs_state else "complete window"
@@ -237,11 +234,10 @@ class Load:
             elif not where and not wanted.begin:
                 self.obstacles += filter(None, [tier.obstacle() for tier in self.tiers])
             return
-        blocks, windows = range(wanted.begin, n // size), self._windows
+        blocks = {at: tier for at, tier in where.items() if at < n // size}
         # Read both even if the first fails, so that damaged records of both kinds are removed.
-        window_keys = wanted.window_keys(windows)
-        window = self._read(Kind.WINDOW, windows, window_keys, self._where_windows)
-        attention = self._read(Kind.ATTENTION, blocks, keys[: len(blocks)], where)
+        window = self._read(Kind.WINDOW, windows)
+        attention = self._read(Kind.ATTENTION, blocks)
         if len(attention) < len(blocks):
             # A memory without windows and states resumes before the missing cells.
             n, end = (wanted.begin + len(attention)) * size, None
@@ -258,17 +254,17 @@ class Load:
                 window[n // size] = end[0].window, n_cells, end[1]
         self.found = Loaded(n, (attention, window), end)
 
-    def _where(self, keys: Sequence[bytes]) -> list[Tier]:
-        """Return the tier of each leading record; a tier continues where the one before ends."""
-        found = list[Tier]()
+    def _where(self, kind: Kind, blocks: Sequence[int]) -> dict[int, Tier]:
+        """Return the tiers of the leading blocks; a tier continues where the one before ends."""
+        keys, found = self.wanted.keys(kind, blocks), list[Tier]()
         for tier in self.tiers:
             found += [tier] * tier.contains(keys[len(found) :])
-        return found
+        return dict(zip(blocks, found, strict=False))
 
     # Resume points ------------------------------------------------------------------------------
 
-    def _place(self, depth: int) -> tuple[int, tuple[TailRecord, Tier] | None]:
-        """Return the deepest resume point with all its records, and its tail record."""
+    def _place(self, depth: int) -> tuple[int, tuple[TailRecord, Tier] | None, dict[int, Tier]]:
+        """Return the deepest resume point with all its records, its tail record, its windows."""
         wanted = self.wanted
         shape, size = wanted.shape, wanted.shape.block_size
         places, below = list(wanted.places(depth)), min(wanted.limit + 1, depth * size)
@@ -280,17 +276,19 @@ class Load:
                 n = self._deepest_end([i for i in range(below - 1, least, -1) if i % size]) or n
             if not n:
                 break
-            if self._has_windows(n) == n and (end := self._end(n)) is not None:
-                return n, end
+            reached, windows = self._windows(n)
+            if reached == n and (end := self._end(n)) is not None:
+                return n, end, windows
             places, below = [i for i in places if i < n], min(below, n)
-        if shape.needs_state:
-            return 0, None
-        n = min(depth * size, wanted.limit // size * size)
+        n = 0 if shape.needs_state else min(depth * size, wanted.limit // size * size)
         for _ in range(_MAX_TRIES):
-            if n <= wanted.known or (reached := self._has_windows(n)) == n:
-                return n, None
+            if n <= wanted.known:
+                break
+            reached, windows = self._windows(n)
+            if reached == n:
+                return n, None, windows
             n = reached
-        return 0, None
+        return 0, None, {}
 
     def _deepest_end(self, places: Sequence[int]) -> int:
         """Return the first of some positions for which a tier has a tail record, or 0."""
@@ -326,26 +324,27 @@ class Load:
             return end, tier
         return None
 
-    def _has_windows(self, n: int) -> int:
-        """Return n if the tiers have the window before it, otherwise the end of the last gap."""
-        self._windows = missing = self.wanted.missing_windows(n)
-        self._where_windows = self._where(self.wanted.window_keys(missing))
-        there = len(self._where_windows)
-        return n if there == len(missing) else missing[there] * self.wanted.shape.block_size
+    def _windows(self, n: int) -> tuple[int, dict[int, Tier]]:
+        """Return n, or where the last missing block of its window begins, and the window's tiers."""
+        missing = self.wanted.missing_windows(n)
+        where = self._where(Kind.WINDOW, missing)
+        if len(where) < len(missing):
+            n = missing[len(where)] * self.wanted.shape.block_size
+        return n, where
 
     # Reading ------------------------------------------------------------------------------------
 
-    def _read(
-        self, kind: Kind, blocks: Sequence[int], keys: Sequence[bytes], where: Sequence[Tier]
-    ) -> dict[int, Cells]:
+    def _read(self, kind: Kind, where: dict[int, Tier]) -> dict[int, Cells]:
         """Read the leading run of intact blocks, in groups."""
+        blocks, tiers = list(where), list(where.values())
+        keys = self.wanted.keys(kind, blocks)
         wanted, n = self.wanted, self.wanted.shape.block_size
         size = n * wanted.shape.cell_bytes(kind)
         step = max(1, GROUP_BYTES // max(1, size))
         found: dict[int, Cells] = {}
         at = 0
         while at < len(keys) and not self.is_cancelled:
-            tier, group = where[at], zip(keys[at : at + step], where[at:], strict=False)
+            tier, group = tiers[at], zip(keys[at : at + step], tiers[at:], strict=False)
             part = [key for key, one in group if one is tier]
             read = [np.frombuffer(one, np.uint8) for one in tier.get(part, size, exact=True)]
             is_good = [wanted.is_good(kind, cells, n) for cells in read]

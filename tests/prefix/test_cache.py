@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from memory.kit import SERVED, Case, Fresh, Make, apart, words
-from prefix.accounts import told
+from prefix.accounts import check_accounts, told
 from pykvcache import PrefixCache
 from pykvcache.errors import ClosedError, UnsupportedOperation
 from pykvcache.prefix.events import AllBlocksCleared, BlockStored, CacheEvent
+from pykvcache.prefix.memory import CacheMemory
 
 SIZE = 8
 
@@ -117,3 +119,54 @@ def test_a_pin_protects_exactly_the_cached_prefix(make_context: Make) -> None:
         sequence.evaluate()
     pins = [cache.pin(prompt[:n] + more) for n in (5, 8, 12, 20) for more in ([], [63])]
     assert [pin.n_tokens for pin in pins] == [5, 5, 8, 8, 12, 12, 20, 20]
+
+
+def fail(*_: Any) -> Any:
+    raise UnsupportedOperation("test", "it cannot be read")
+
+
+@pytest.mark.parametrize("case", SERVED, ids=str)
+def test_unreadable_cells_are_not_stored(
+    case: Case, make_context: Make, fresh_logits: Fresh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with PrefixCache(make_context(case.name, **case.options), block_size=8) as cache:
+        known, text = words(1, 40), [*words(1, 30), *words(2, 20)]
+        cache.sequence(known).evaluate()
+        with monkeypatch.context() as patch:
+            patch.setattr(CacheMemory, "read", fail)
+            with cache.sequence(text) as sequence:
+                sequence.evaluate()
+        check_accounts(cache)
+        for prompt in (text, known):
+            with cache.sequence([*prompt, 7]) as sequence:
+                expected = fresh_logits(case.name, [*prompt, 7])
+                assert apart(sequence.logits(), expected) < case.tolerance
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"n_ctx": 256, "n_seq_max": 1},
+    {"n_ctx": 1024, "n_seq_max": 4},
+    {"n_ctx": 1024, "n_seq_max": 2, "kv_unified": False},
+    {"n_ctx": 512, "n_seq_max": 2, "swa_full": False},
+    {"n_ctx": 1024, "n_seq_max": 4, "kv_unified": False, "swa_full": False},
+)
+
+
+@pytest.mark.parametrize("writer", range(len(OPTIONS)))
+@pytest.mark.parametrize("name", ["gemma3", "jamba"])
+def test_contexts_share_a_folder(
+    name: str, writer: int, make_context: Make, fresh_logits: Fresh, tmp_path: Path
+) -> None:
+    """Every one reads all that another one wrote: where a prompt went on, and after it."""
+    text, both = words(1, 90), {"block_size": SIZE, "tiers": [tmp_path], "tier_seconds": 20}
+    with PrefixCache(make_context(name, **OPTIONS[writer]), **both) as cache:
+        with cache.sequence(text) as sequence:
+            sequence.logits()
+            answer = list(sequence.generate(3))
+        assert cache.flush(30)
+    for at, options in enumerate(OPTIONS):
+        with PrefixCache(make_context(name, **options), **both) as cache:
+            prompt = [*text, *answer[:2], *words(at, 4)]
+            with cache.sequence(prompt) as sequence:
+                assert sequence.reuse.evaluated == 4
+                assert apart(sequence.logits(), fresh_logits(name, prompt)) < 1e-2

@@ -115,10 +115,10 @@ class PromptLookup:
             self._blocks.hold(request, match, begin.resume)
         is_fork = self._execute(request, begin, stored)
         usable = request.usable if is_fork else stored.n
-        if self._part == "state":
-            request.cells.branches = {*request.boundaries, max(match.n, live.agrees)}
-        difference = self._difference(ids, live, match.n, after)
         agrees = max(match.n, live.agrees)
+        if self._part == "state":
+            request.cells.branches = {*request.boundaries, agrees}
+        difference = self._difference(ids, live, match.n, after)
         reason = request.reason = Reason(
             n, agrees, usable, difference, self._part, max(match.n, live.n)
         )

@@ -325,7 +325,7 @@ class Load:
         return None
 
     def _windows(self, n: int) -> tuple[int, dict[int, Tier]]:
-        """Return n, or where the last missing block of its window begins, and the window's tiers."""
+        """Return n, or where the last missing block of its window begins, and the tiers of it."""
         missing = self.wanted.missing_windows(n)
         where = self._where(Kind.WINDOW, missing)
         if len(where) < len(missing):

@@ -200,13 +200,13 @@ def check_tree(
         assert node._key == parent.key_at(parent.end)
         n_blocks += node.n_blocks(shape.block_size)
         n_states += node.state is not None and node.state.chunks[0].has_state
-        n_bytes += tree._overhead(node)
+        n_bytes += len(node.tokens) if shape.node_bytes else 0
         assert node.attention is not None
         assert node.attention.n_tokens == node.n_tokens == sum(node.attention.sizes)
         for one in node.components():
             assert one.node is node
             assert one.held == held[one], one
-            n_bytes += one.n_bytes + (shape.node_bytes if one.kind else 0)
+            n_bytes += one.n_bytes + shape.node_bytes
             assert one.is_speculative == (one in tree._speculative)
             assert not (one.is_speculative and one.held)
             assert len(one.sizes) == len(one.chunks) or one.kind is Kind.STATE

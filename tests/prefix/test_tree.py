@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from prefix.model_free import ALL, Model, check_tree, prompts, token_bytes
+from prefix.model_free import ALL, WINDOW, Model, check_tree, prompts, token_bytes
 from pykvcache.prefix.policies import POLICIES
 from support.examples import examples, some
 
@@ -92,3 +92,17 @@ def test_lower_priorities_leave_first(kinds, policy):
             tree.release(hold)
             tree.fit()
     assert n_evicted > 20
+
+
+def test_a_window_that_loses_its_middle_leaves_as_a_whole():
+    model, text = Model(WINDOW, 4, 10**6, cells=14), [*range(1, 25)]
+    model.ask(text)
+    tree = model.tree
+    end = tree.match(token_bytes(text)).node
+    for at in (16, 12):
+        tree._boundary(tree._node_of(end, at), at)
+    middle = tree._node_of(end, 16)
+    assert [node.window is not None for node in end.path()[:3]] == [True] * 3
+    tree._remove(middle.window, len(middle.window.sizes))
+    check_tree(tree)
+    assert not list(tree.nodes()), "no prompt can resume"

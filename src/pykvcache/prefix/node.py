@@ -179,6 +179,7 @@ class Component:
     start: int = field(init=False)
     n_tokens: int = 0
     n_bytes: int = 0
+    n_counted: int = 0  # with the overhead that counts towards the budget
     uses: int = 0
     held: int = 0
     last_use: int = field(init=False)
@@ -224,7 +225,7 @@ class Component:
             return False
         if self.kind:
             return (node.window if self.kind is Kind.WINDOW else node.state) is self
-        return not node.children
+        return node.attention is self and not node.children
 
     def chunk_key(self, n_kept: int = 0) -> int:
         """Return a 32-bit checksum of the path up to the chunk after n_kept tokens, for ghosts."""
@@ -502,9 +503,9 @@ def is_resumable(shape: MemoryShape, node: Node) -> bool:
     return True
 
 
-def incomplete(shape: MemoryShape, top: Node) -> list[Node]:
-    """Return the nodes from ``top`` down with cells in no complete window, deepest first."""
-    waiting, found, connected = [top], list[Node](), set[Node]()
+def incomplete(shape: MemoryShape, tops: Iterable[Node]) -> list[Node]:
+    """Return the nodes from ``tops`` down with cells in no complete window, deepest first."""
+    waiting, found, connected = [*tops], list[Node](), set[Node]()
     while waiting:
         node = waiting.pop()
         if not is_resumable(shape, node):

@@ -175,7 +175,6 @@ class PrefixTree:
 
     def _split(self, node: Node, at: int) -> Node:
         head = node.split(at - node.start, self.shape.block_size)
-        self.n_bytes += self.shape.node_bytes
         head.attention = self._split_component(node.attention, head)
         if node.window is not None and node.window.start < at:
             one = head.window = self._split_component(node.window, head)
@@ -202,7 +201,6 @@ class PrefixTree:
         self._count(tail)
         if tail.kind is Kind.WINDOW:
             head.held = tail.held
-            self.n_bytes += self.shape.node_bytes
         if tail.is_speculative:
             head.is_speculative = True
             self._speculative[head] = None
@@ -212,6 +210,7 @@ class PrefixTree:
         return head
 
     def _count(self, one: Component) -> None:
+        """Count the tokens and bytes of a component whose chunks have changed."""
         shape = self.shape
         if one.kind is Kind.STATE:
             n_bytes = sum(end.nbytes for end in one.chunks)
@@ -220,8 +219,11 @@ class PrefixTree:
             n_bytes = one.n_tokens * shape.cell_bytes(one.kind)
             n_bytes += len(one.sizes) * shape.chunk_bytes
         one.start = one.node.end - one.n_tokens
-        self.n_bytes += n_bytes - one.n_bytes
-        one.n_bytes = n_bytes
+        overhead = shape.node_bytes if one.chunks else 0
+        if overhead and one.kind is Kind.ATTENTION:
+            overhead += len(one.node.tokens)
+        self.n_bytes += n_bytes + overhead - one.n_counted
+        one.n_bytes, one.n_counted = n_bytes, n_bytes + overhead
 
     # Holding ------------------------------------------------------------------------------------
 
@@ -448,7 +450,6 @@ class PrefixTree:
         if parent.is_root:
             self._note_root(parent)
         self.n_blocks += node.n_blocks(self.shape.block_size)
-        self.n_bytes += self._overhead(node)
         weight = self.shape.weight
         one = node.attention = Component(node, Kind.ATTENTION, self.clock, weight, priority)
         one.sizes = cut(node.start, node.end, self.shape.block_size)
@@ -458,14 +459,10 @@ class PrefixTree:
         self.policy.evictable(one)
         return node
 
-    def _overhead(self, node: Node) -> int:
-        return self.shape.node_bytes + len(node.tokens) if self.shape.node_bytes else 0
-
     def _new_speculative(self, node: Node, kind: Kind, priority: int) -> Component:
         one = Component(node, kind, self.clock, self.shape.weight, priority)
         one.is_speculative = True
         self._speculative[one] = None
-        self.n_bytes += self.shape.node_bytes
         return one
 
     def _add_windows(self, node: Node, first: int, last: int, priority: int) -> None:
@@ -589,17 +586,15 @@ class PrefixTree:
         self._tell_removing(one, node.n_tokens - n_tokens)
         if self._root_name is not None:
             node.names(self.shape.block_size)
-        self.n_bytes -= self._overhead(node)
         self.n_blocks -= node.n_blocks(self.shape.block_size)
         key = node.tokens[:TOKEN_SIZE]
         self.removed += node.shorten(n_tokens, self.shape.block_size)
+        self.n_blocks += node.n_blocks(self.shape.block_size)
         del one.sizes[n:], one.chunks[n:]
         self._count(one)
         if node.window is not None:
             self._count(node.window)
         if n_tokens:
-            self.n_bytes += self._overhead(node)
-            self.n_blocks += node.n_blocks(self.shape.block_size)
             return
         parent, node.parent = node.parent, None
         assert parent is not None
@@ -633,7 +628,6 @@ class PrefixTree:
             self.n_states -= one.chunks[0].has_state
         one.sizes, one.chunks = [], []
         self._count(one)
-        self.n_bytes -= self.shape.node_bytes
 
     # Useless components -------------------------------------------------------------------------
 
@@ -646,7 +640,9 @@ class PrefixTree:
                 if is_resumable(self.shape, above):
                     break
                 top = above  # its window may have been of use only for its continuations
-            for each in incomplete(self.shape, top):
+            # Without a window, the node cannot be reached from above.
+            tops = [top] if top is node or node.window is not None else [node, top]
+            for each in incomplete(self.shape, tops):
                 for one in (each.window, each.state):
                     if one is not None and not one.held:
                         self._drop(one)

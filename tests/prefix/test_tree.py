@@ -106,3 +106,19 @@ def test_a_window_that_loses_its_middle_leaves_as_a_whole():
     tree._remove(middle.window, len(middle.window.sizes))
     check_tree(tree)
     assert not list(tree.nodes()), "no prompt can resume"
+
+
+def test_windows_that_only_a_forgotten_prompt_needed_leave_with_it():
+    """Those that it shares with a prompt whose own window begins later, too."""
+    model, text = Model(WINDOW, 4, 10**6, cells=14), [*range(1, 25)]
+    model.ask(text)
+    tree = model.tree
+    end = tree.match(token_bytes(text)).node
+    tree._boundary(end, 20)
+    model.ask([*text[:16], *range(100, 130)])
+    shared = tree._node_of(end, 16)
+    assert shared.window is not None
+    tree.forget(token_bytes(text))
+    assert shared.children
+    assert shared.window is None
+    check_tree(tree)

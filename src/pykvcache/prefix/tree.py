@@ -253,14 +253,12 @@ class PrefixTree:
 
     def release(self, hold: Hold, *, is_use: bool = True) -> None:
         """Release a hold; with ``is_use`` its components count as used now."""
-        released = self._held_by(hold)
-        for one in released:
-            one.held -= 1
         if is_use:
             self.clock += 1
             for node in hold.node.path():
                 node.attention.last_use = self.clock
-        for one in released:
+        for one in self._held_by(hold):
+            one.held -= 1
             if is_use:
                 one.last_use = self.clock
             if one.is_evictable:

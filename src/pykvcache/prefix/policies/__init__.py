@@ -8,8 +8,15 @@ from typing import Final
 from pykvcache.errors import ArgumentError, shown
 from pykvcache.prefix.policies.base import ByPriority, Policy
 from pykvcache.prefix.policies.hit_density import HitDensity
-from pykvcache.prefix.policies.queues import S3FIFO, SLRU
-from pykvcache.prefix.policies.simple import FIFO, LFU, LRU, CostAware, WholePrompts
+from pykvcache.prefix.policies.simple import (
+    FIFO,
+    LFU,
+    LRU,
+    S3FIFO,
+    SLRU,
+    CostAware,
+    WholePrompts,
+)
 
 __all__ = ["DEFAULT", "POLICIES", "ByPriority", "Policy", "make_policy"]
 

@@ -27,7 +27,7 @@ __all__ = ["TAIL_OVERHEAD", "Deliver", "Load", "Loaded", "TailRecord", "Wanted"]
 Bytes = npt.NDArray[np.uint8]
 
 #: Cells of consecutive tokens, their number, and the tier that they came from.
-Cells: TypeAlias = "tuple[Bytes, int, Tier]"
+Cells: TypeAlias = tuple[Bytes, int, Tier]
 
 #: A weak reference to the function that receives late results.
 Deliver: TypeAlias = Callable[[], "Callable[[Load], object] | None"]

@@ -466,23 +466,19 @@ class PrefixTree:
     def _add_windows(self, node: Node, first: int, last: int, priority: int) -> None:
         """Add speculative window cells of ``[first, last)`` where a path lacks them."""
         for each in node.path():
-            if each.end <= first:
-                return
-            limit = each.end if each.window is None else each.window.start
-            if limit <= each.start or each.start >= last:
-                continue
-            if last < limit:
-                # A node's window cells are those of its last tokens.
-                limit = self.shape.floor(last)
-                if limit <= max(first, each.start):
-                    continue
-                each = self._boundary(each, limit)
-            self._prepend_windows(each, max(first, each.start), limit, priority)
+            begin, end = max(first, each.start), each.end
+            if each.window is not None:
+                end = each.window.start
+            if last < end:
+                end = self.shape.floor(last)
+            if begin < end:
+                self._prepend_windows(each, begin, end, priority)
 
     def _prepend_windows(self, node: Node, begin: int, end: int, priority: int) -> None:
-        """Add speculative window cells of ``[begin, end)`` in front of a node's window."""
-        if node.window is not None and not node.window.is_speculative:
-            # They are evicted before its window, so they need a node of their own.
+        """Add speculative window cells of ``[begin, end)``, in front of a node's window if any."""
+        one = node.window
+        if one is None or end < one.start or not one.is_speculative:
+            # Window cells are those of a node's last tokens, and these are evicted before others.
             node = self._boundary(node, end)
         if node.window is None:
             node.window = self._new_speculative(node, Kind.WINDOW, priority)

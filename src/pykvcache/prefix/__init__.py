@@ -3,7 +3,7 @@
 ===================  =============================================================================
 `cache.py`           `PrefixCache`: the public class
 `core.py`            `CacheCore`: the flow of a request, from lookup to storing
-`sequence.py`        `CachedSequence`; `Request`: the cache's record of one; what it can store
+`sequence.py`        `CachedSequence`; `Request`: the cache's record of one
 `lookup.py`          finds the longest cached prefix; decides whether to fork or restore it
 `block_cache.py`     `BlockCache`: the tree with its budget; one change at a time; pins
 `tree.py`            `PrefixTree`: the radix tree and its eviction; `tree_view.py` shows it

@@ -133,8 +133,7 @@ class TierLink:
                 for tier in self.tiers:
                     tier.too_slow += 1
                 return None
-        load = Load(self.tiers, wanted, deliver)
-        load.until = load.began + wait
+        load = Load(self.tiers, wanted, deliver, wait)
         if not is_awaited:
             load.leave()
         self._loads.add(load)

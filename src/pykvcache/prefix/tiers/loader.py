@@ -125,17 +125,14 @@ class Wanted:
             if n > n_blocks * size or (n % size == 0 and (self.shape.needs_state or is_whole)):
                 yield n
 
-    def window_blocks(self, n: int) -> range:
-        """Return the full blocks whose window cells are needed to resume after n tokens."""
+    def missing_windows(self, n: int) -> list[int]:
+        """Return the full blocks of the window before n tokens that RAM lacks, the last first."""
         size, start = self.shape.block_size, self.shape.window_start
         if start is None:
-            return range(0)
+            return []
         # The last token of the prompt is evaluated again, for its logits.
-        return range(start(min(n, len(self.prompt) - 1)) // size, n // size)
-
-    def missing_windows(self, n: int) -> list[int]:
-        """Return those of `window_blocks` that RAM lacks, the last first."""
-        return [at for at in reversed(self.window_blocks(n)) if at not in self.windows]
+        blocks = range(start(min(n, len(self.prompt) - 1)) // size, n // size)
+        return [at for at in reversed(blocks) if at not in self.windows]
 
     @property
     def n_bytes(self) -> int:
@@ -176,15 +173,17 @@ class Load:
     """
 
     def __init__(
-        self, tiers: Sequence[Tier], wanted: Wanted, deliver: Deliver = lambda: None
+        self,
+        tiers: Sequence[Tier],
+        wanted: Wanted,
+        deliver: Deliver = lambda: None,
+        wait: float = math.inf,
     ) -> None:
         self.tiers, self.wanted = tiers, wanted
         self.found = Loaded()
         self.obstacles: list[str] = []
         self.done = threading.Event()
-        self.began = time.monotonic()
-        #: When to stop waiting for it, on the monotonic clock.
-        self.until = math.inf
+        self._until = time.monotonic() + wait
         self._deliver = deliver
         self.is_cancelled = self._is_late = False
         self._lock = threading.Lock()
@@ -196,7 +195,7 @@ class Load:
     @property
     def left(self) -> float:
         """Seconds to wait at most; 0 once it is done or late."""
-        return 0.0 if self.done.is_set() else max(0.0, self.until - time.monotonic())
+        return 0.0 if self.done.is_set() else max(0.0, self._until - time.monotonic())
 
     def cancel(self) -> None:
         """Stop the search after the current read; nothing is delivered."""

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from prefix.model_free import ALL, WINDOW, Model, check_tree, prompts, token_bytes
+from prefix.model_free import ALL, PLAIN, WINDOW, Model, check_tree, prompts, token_bytes
 from pykvcache.prefix.policies import POLICIES
 from support.examples import examples, some
 
@@ -115,10 +115,29 @@ def test_windows_that_only_a_forgotten_prompt_needed_leave_with_it():
     tree = model.tree
     end = tree.match(token_bytes(text)).node
     tree._boundary(end, 20)
-    model.ask([*text[:16], *range(100, 130)])
+    model.ask([*text[:16], *range(100, 115)])
     shared = tree._node_of(end, 16)
     assert shared.window is not None
     tree.forget(token_bytes(text))
     assert shared.children
     assert shared.window is None
     check_tree(tree)
+
+
+def test_a_prompt_that_goes_on_uses_the_last_block_without_a_split():
+    model, text = Model(PLAIN, 4, 10**6), [*range(1, 34)]
+    model.ask(text)
+    model.ask([*text, 40])
+    node = model.tree.match(token_bytes(text)).node
+    assert (node.start, node.end, node.attention.uses) == (0, 33, 1)
+
+
+def test_overhead_counts_towards_the_budget():
+    for kinds in ALL.values():
+        model = Model(kinds, 4, 10**6, overhead=40)
+        for end in (20, 30):
+            model.ask([*range(1, 20), *range(end, 50)])
+        check_tree(model.tree)
+        assert model.tree.n_bytes > sum(
+            one.n_bytes + 40 for node in model.tree.nodes() for one in node.components()
+        )

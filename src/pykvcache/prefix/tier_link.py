@@ -193,7 +193,7 @@ class TierLink:
                 self.writers[self.tiers.index(tier)].offer(Chain(removes=[key]))
             return
         size, window = self._memory.shape.block_size, found.cells[Kind.WINDOW]
-        windows = [(at * size, at * size + n) for at, (_, n, _) in sorted(window.items())]
+        windows = [(at * size, (at + 1) * size) for at in sorted(window)]
         offer = Offer(found.n, windows, {found.n: end}, [found.n])
         read = partial(self._read, found)
         with self._blocks.change():

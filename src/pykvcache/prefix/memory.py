@@ -35,8 +35,6 @@ _MOST_FREE = 64 << 20
 #: Maximum number of tokens between two checkpoints of a prompt.
 _SPACING = 512
 
-_PARTS: dict[Kind, Any] = {Kind.ATTENTION: "attention", Kind.WINDOW: "window"}
-
 
 @dataclass(frozen=True)
 class Cells:
@@ -87,7 +85,10 @@ class CacheMemory:
     def __init__(self, context: LlamaContext, block_size: int, ram_bytes: int) -> None:
         self._ctx, self._native = context, context.native
         native = self._native
-        self.layouts = {kind: native.block_layout(part) for kind, part in _PARTS.items()}
+        self.layouts = {
+            Kind.ATTENTION: native.block_layout("attention"),
+            Kind.WINDOW: native.block_layout("window"),
+        }
         attention, window = (layout.cell_bytes for layout in self.layouts.values())
         self._has_cells = attention + window > 0
         n_swa = context.model.n_swa if window else 0
@@ -103,14 +104,6 @@ class CacheMemory:
             chunk_bytes=_CHUNK_BYTES,
             split=self._split,
         )
-        self._n_window_cells = 1 << 31
-        if window:
-            layout = native.state_layout("PrefixCache")
-            cells = [int(part["n_cells"]) for part in layout if part["part"] == "window"]
-            self._n_window_cells = min(cells)
-        # Tokens between checkpoints: so few that no window cells are lost in between.
-        room = self._n_window_cells - n_swa
-        self._spacing = max(min(_SPACING, room) // block_size, 1) * block_size
         most = min(ram_bytes // 8, _MOST_FREE)
         overhead = Envelope.overhead  # of a block that comes from a tier
         sizes = [max(1, block_size * cell + overhead) for cell in (attention, window)]
@@ -118,8 +111,14 @@ class CacheMemory:
 
     def checkpoints(self, max_bytes: int) -> BlockCheckpoints:
         """Return where live sequences save checkpoints."""
-        size, needs_state = self.shape.block_size, self.shape.needs_state
-        return BlockCheckpoints(max_bytes, self._spacing, size, needs_state, self._n_window_cells)
+        shape, n_cells, room = self.shape, 1 << 31, _SPACING
+        if shape.window_start is not None:
+            layout = self._native.state_layout("PrefixCache")
+            n_cells = min(int(part["n_cells"]) for part in layout if part["part"] == "window")
+            # So few tokens between checkpoints that no window cells are lost in between.
+            room = min(room, n_cells - self._ctx.model.n_swa)
+        spacing = max(room // shape.block_size, 1) * shape.block_size
+        return BlockCheckpoints(max_bytes, spacing, shape.block_size, shape.needs_state, n_cells)
 
     # Buffers ------------------------------------------------------------------------------------
 

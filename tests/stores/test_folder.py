@@ -9,6 +9,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -409,14 +410,20 @@ def test_a_full_disk_is_a_counter(small_disk: Path) -> None:
         assert store.counters.full + store.counters.failed > 0
 
 
-def test_a_folder_that_may_only_be_read(tmp_path: Path) -> None:
-    root = tmp_path / "store"
+@pytest.fixture
+def visible_path() -> Iterator[Path]:
+    """A folder that other users may enter: pytest's own is closed by each run that starts."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def test_a_folder_that_may_only_be_read(visible_path: Path) -> None:
+    root = visible_path / "store"
     with FolderStore(root) as store:
         store.put(BLOCKS)
-    (hidden := tmp_path / "hidden").mkdir()
-    for path in [tmp_path, *tmp_path.parents[:3], root, *root.rglob("*")]:
-        with contextlib.suppress(PermissionError):
-            path.chmod(path.stat().st_mode | 0o055 if path.is_dir() else 0o444)
+    (hidden := visible_path / "hidden").mkdir()
+    for path in [visible_path, root, *root.rglob("*")]:
+        path.chmod(0o755 if path.is_dir() else 0o444)
     root.chmod(0o555)
     hidden.chmod(0)
     try:

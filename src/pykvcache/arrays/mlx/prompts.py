@@ -294,7 +294,6 @@ _TYPES = ("assistant", "user", "system")
 class _Entry:
     layers: list[BaseCache]
     nbytes: int
-    cache_type: str
 
 
 _Key: TypeAlias = tuple[Hashable, tuple[int, ...]]
@@ -417,7 +416,7 @@ class LRUPromptCache:
             raise CacheValueError(message, "cache_type", cache_type, _TYPES)
         keys = token_list(tokens)
         layers = [layer.copy() for layer in as_caches("prompt_cache", prompt_cache)]
-        entry = _Entry(layers, sum(layer.nbytes for layer in layers), cache_type)
+        entry = _Entry(layers, sum(layer.nbytes for layer in layers))
         if entry.nbytes > self._max_bytes:
             return
         if _can_trim(layers):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +12,6 @@ from pykvcache.arrays._checks import as_int
 from pykvcache.arrays.mlx.base import LARGEST, Arrays, meta_ints
 from pykvcache.arrays.mlx.token_pair import PairCache, TokenPair, state_pair
 from pykvcache.errors import CacheDTypeError, CacheValueError, shown
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["QuantizedKVCache"]
 
@@ -63,13 +59,8 @@ class QuantizedKVCache(PairCache):
         return self._bits
 
     @property
-    def _parts(self) -> tuple[TokenPair, TokenPair, TokenPair]:
+    def _pairs(self) -> tuple[TokenPair, TokenPair, TokenPair]:
         return self._pair, self._scales, self._biases
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all six buffers, used or not."""
-        return sum(part.nbytes for part in self._parts)
 
     def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
         """Quantize and store new tokens; return all keys and values, dequantized.
@@ -89,22 +80,22 @@ class QuantizedKVCache(PairCache):
         keys, values = TokenPair().check(keys, values)
         new_keys = quantize(keys, self._group_size, self._bits)
         new_values = quantize(values, self._group_size, self._bits)
-        new = tuple(zip(self._parts, new_keys, new_values, strict=True))
-        for part, key, value in new:
-            part.check(key, value)
-        for part, key, value in new:
-            part.append(key, value)
-        return _triples(self._parts)
+        new = tuple(zip(self._pairs, new_keys, new_values, strict=True))
+        for pair, key, value in new:
+            pair.check(key, value)
+        for pair, key, value in new:
+            pair.append(key, value)
+        return _triples(self._pairs)
 
     @property
     def quantized_state(self) -> tuple[Triple, Triple] | None:
         """The key and the value triple as views; None when empty."""
-        return _triples(self._parts) if self.offset else None
+        return _triples(self._pairs) if self.offset else None
 
     @property
     def state(self) -> tuple[Any, ...]:
         """``((words, scales, biases), (words, scales, biases))``; ``()`` when empty."""
-        return _triples(self._parts) if self.offset else ()
+        return _triples(self._pairs) if self.offset else ()
 
     @state.setter
     def state(self, state: Sequence[Any]) -> None:
@@ -133,7 +124,7 @@ class QuantizedKVCache(PairCache):
             message = f"offset of a QuantizedKVCache is {offset}; {self.offset} tokens are stored"
             raise CacheValueError(message, "offset", offset, self.offset)
         if offset:
-            _check_widths(_triples(self._parts), group_size, bits)
+            _check_widths(_triples(self._pairs), group_size, bits)
         self._group_size, self._bits = group_size, bits
 
     def from_serialized(self, state: Sequence[Any], meta: Sequence[Any]) -> None:
@@ -144,19 +135,6 @@ class QuantizedKVCache(PairCache):
         restored.state = state
         restored.meta_state = meta
         self.__dict__.update(restored.__dict__)
-
-    def trim(self, n: SupportsIndex) -> int:
-        """Drop the newest `n` tokens, or all if fewer; return the number."""
-        dropped = min(as_int("n", n, minimum=0), self.offset)
-        for part in self._parts:
-            part.length -= dropped
-        return dropped
-
-    def _copied(self, n: int = 0) -> Self | None:
-        if n > self.offset:
-            return None
-        parts = {id(part): part.first(self.offset - n) for part in self._parts}
-        return copy.deepcopy(self, parts)
 
 
 def _checked(group_size: int, bits: int) -> tuple[int, int]:

@@ -314,14 +314,19 @@ class PairCache(BaseCache):
         self._pair = TokenPair()
 
     @property
+    def _pairs(self) -> tuple[TokenPair, ...]:
+        """All pairs; more than one if keys and values have several parts."""
+        return (self._pair,)
+
+    @property
     def offset(self) -> int:
         """Number of stored tokens, which is the position of the next one."""
         return self._pair.count
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both buffers, used or not."""
-        return self._pair.nbytes
+        """Bytes of all buffers, used or not."""
+        return sum(pair.nbytes for pair in self._pairs)
 
     @property
     def state(self) -> tuple[Any, ...]:
@@ -353,7 +358,8 @@ class PairCache(BaseCache):
         dropped = min(as_int("n", n, minimum=0), self._pair.count)
         if not self.is_trimmable():
             return 0
-        self._pair.length -= dropped
+        for pair in self._pairs:
+            pair.length -= dropped
         return dropped
 
     def make_mask(
@@ -382,8 +388,8 @@ class PairCache(BaseCache):
     def _copied(self, n: int = 0) -> Self | None:
         if n and not (self.is_trimmable() and n <= self._pair.count):
             return None
-        pair = self._pair.first(self._pair.count - n, self.max_size)
-        return deepcopy(self, {id(self._pair): pair})
+        count = self._pair.count - n
+        return deepcopy(self, {id(pair): pair.first(count, self.max_size) for pair in self._pairs})
 
 
 class BatchCache(PairCache):

@@ -16,12 +16,14 @@ from pykvcache.arrays.mlx.base import (
     Counts,
     Rows,
     announced,
+    check_alike,
+    parse_int,
     row_counts,
     row_indices,
     summed,
 )
 from pykvcache.arrays.mlx.token_pair import plain_numbers
-from pykvcache.errors import CacheDTypeError, CacheOrderError, CacheValueError, NotSupported, shown
+from pykvcache.errors import CacheOrderError, CacheValueError, NotSupported, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -273,7 +275,9 @@ class ArraysCache(BaseCache):
                 message = f"the meta state of an ArraysCache is 3 texts; got {shown(meta)}"
                 raise CacheValueError(message, "meta_state", meta, 3)
             least = 0 if self.is_empty() else len(slots)
-            size = as_int("slots", _slot_number(meta[0]), minimum=least, maximum=_MAX_SLOTS)
+            size = as_int(
+                "slots", parse_int("meta_state", meta[0]), minimum=least, maximum=_MAX_SLOTS
+            )
             padding, lengths = _slot_counts(meta[1]), _slot_counts(meta[2])
             slots = (*slots, *(None,) * size)[:size]
         _common_rows((*slots, padding, lengths))
@@ -321,16 +325,10 @@ def _common_rows(parts: Sequence[NDArray[Any] | None]) -> int | None:
 
 def _stacked(arrays: Sequence[NDArray[Any] | None], rows: Sequence[int]) -> NDArray[Any] | None:
     """Stack arrays along the batch; a missing one becomes zeros of as many rows."""
-    first = next((array for array in arrays if array is not None), None)
-    if first is None:
+    given = [array for array in arrays if array is not None]
+    if not given:
         return None
-    for array in arrays:
-        if array is not None and array.shape[1:] != first.shape[1:]:
-            message = f"arrays of shapes {first.shape} and {array.shape} differ"
-            raise CacheValueError(message, "shape", array.shape, first.shape)
-        if array is not None and array.dtype != first.dtype:
-            message = f"arrays of dtypes {first.dtype} and {array.dtype} differ"
-            raise CacheDTypeError(message, "dtype", str(array.dtype), str(first.dtype))
+    first = check_alike("arrays", given, slice(1, None))
     parts = [
         np.zeros((count, *first.shape[1:]), first.dtype) if array is None else array
         for array, count in zip(arrays, rows, strict=True)
@@ -338,17 +336,9 @@ def _stacked(arrays: Sequence[NDArray[Any] | None], rows: Sequence[int]) -> NDAr
     return np.concatenate(parts)
 
 
-def _slot_number(text: str) -> int:
-    """Parse a number of the meta state."""
-    if not (text.removeprefix("-").isdigit() and text.isascii() and len(text) < 20):
-        message = f"the meta state of an ArraysCache holds {shown(text)}; expected a number"
-        raise CacheValueError(message, "meta_state", text)
-    return int(text)
-
-
 def _slot_counts(text: str) -> Rows | None:
     """Parse comma-separated numbers of the meta state; None if empty."""
     if not text:
         return None
-    numbers = [_slot_number(part) for part in text.split(",")]
+    numbers = [parse_int("meta_state", part) for part in text.split(",")]
     return row_counts("counts of rows", numbers, signed=True)

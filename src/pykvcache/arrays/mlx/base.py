@@ -27,7 +27,9 @@ __all__ = [
     "Rows",
     "announced",
     "as_caches",
+    "check_alike",
     "meta_ints",
+    "parse_int",
     "parse_padding",
     "restored_on_error",
     "row_counts",
@@ -202,10 +204,16 @@ def meta_ints(owner: str, names: Sequence[str], meta: Sequence[Any]) -> list[int
     numbers = []
     for name, text in zip(names, meta, strict=True):
         limit, what = LARGEST_SIZE if name in _SIZES else LARGEST, f"{name} of a {owner}"
-        if not (isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 20):
-            raise CacheValueError(f"{what} is {shown(text)}; expected a number as text", what, text)
-        numbers.append(as_int(what, int(text), maximum=limit))
+        numbers.append(as_int(what, parse_int(what, text), minimum=0, maximum=limit))
     return numbers
+
+
+def parse_int(what: str, text: str) -> int:
+    """Parse a number of a meta state."""
+    digits = text.removeprefix("-") if isinstance(text, str) and len(text) < 20 else ""
+    if not (digits.isascii() and digits.isdigit()):
+        raise CacheValueError(f"{what} is {shown(text)}; expected a number as text", what, text)
+    return int(text)
 
 
 def parse_padding(meta: Sequence[Any]) -> Rows:
@@ -220,6 +228,19 @@ def as_caches(name: str, caches: Sequence[BaseCache]) -> list[BaseCache]:
         if not isinstance(layer, BaseCache):
             raise TypeError(f"{name}[{i}] must be a cache, not {type(layer).__name__}")
     return layers
+
+
+def check_alike(noun: str, arrays: Sequence[NDArray[Any]], axes: slice) -> NDArray[Any]:
+    """Return the first array; raise if another one differs in dtype or along `axes`."""
+    first = arrays[0]
+    for other in arrays:
+        if other.shape[axes] != first.shape[axes]:
+            message = f"{noun} of shapes {first.shape} and {other.shape} differ"
+            raise CacheValueError(message, "shape", other.shape, first.shape)
+        if other.dtype != first.dtype:
+            message = f"{noun} of dtypes {first.dtype} and {other.dtype} differ"
+            raise CacheDTypeError(message, "dtype", str(other.dtype), str(first.dtype))
+    return first
 
 
 # Counts per row of a batch --------------------------------------------------------------------

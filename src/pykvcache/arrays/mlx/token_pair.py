@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int, check_shape, check_size
-from pykvcache.arrays.mlx.base import Arrays, BaseCache, Mask, Rows, row_counts
+from pykvcache.arrays.mlx.base import Arrays, BaseCache, Mask, Rows, check_alike, row_counts
 from pykvcache.arrays.mlx.masks import create_causal_mask
 from pykvcache.errors import CacheDTypeError, CacheOrderError, CacheValueError, shown
 
@@ -275,14 +275,8 @@ def right_justified(parts: Sequence[tuple[int, TokenPair]]) -> TokenPair:
     rows, columns = sum(count for count, _ in parts), max(keys.shape[2] for keys, _ in filled)
     stacked = []
     for i in (0, 1):
-        first = filled[0][i]
-        for other in (pair[i] for pair in filled):
-            if (other.shape[1], other.shape[3]) != (first.shape[1], first.shape[3]):
-                message = f"caches of shapes {first.shape} and {other.shape} differ"
-                raise CacheValueError(message, "shape", other.shape, first.shape)
-            if other.dtype != first.dtype:
-                message = f"caches of dtypes {first.dtype} and {other.dtype} differ"
-                raise CacheDTypeError(message, "dtype", str(other.dtype), str(first.dtype))
+        # Heads and head size; rows and tokens may differ.
+        first = check_alike("caches", [pair[i] for pair in filled], slice(1, None, 2))
         together = np.zeros((rows, first.shape[1], columns, first.shape[3]), first.dtype)
         top = 0
         for count, part in parts:

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import MOST, as_int, check_shape
-from pykvcache.arrays.ollama.batch import UNLIMITED, Batch
-from pykvcache.arrays.ollama.cache import CacheConfig, OllamaCache
+from pykvcache.arrays.ollama.cache import UNLIMITED, Batch, CacheConfig, OllamaCache
 from pykvcache.arrays.ollama.cells import CellTable, Cut, batch_mask
 from pykvcache.arrays.ollama.layers import Layer, LayerStore, ShiftFn
 from pykvcache.errors import CacheOrderError, CacheValueError

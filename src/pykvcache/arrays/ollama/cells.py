@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pykvcache.arrays.ollama.batch import UNLIMITED, Batch
-from pykvcache.arrays.ollama.cache import CacheConfig
+from pykvcache.arrays.ollama.cache import UNLIMITED, Batch, CacheConfig
 from pykvcache.errors import KvCacheFull, NotSupported, SharedCellsError
 
 __all__ = ["CellTable", "Cut", "Room", "batch_mask"]

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_storable, converted
-from pykvcache.arrays.ollama.batch import Batch
-from pykvcache.arrays.ollama.cache import CacheConfig, OllamaCache
+from pykvcache.arrays.ollama.cache import Batch, CacheConfig, OllamaCache
 from pykvcache.errors import CacheValueError, NotSupported
 
 __all__ = ["EncoderCache"]

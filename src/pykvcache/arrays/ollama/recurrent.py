@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from pykvcache.arrays._checks import MOST, as_float_dtype, as_int, as_storable, check_shape
-from pykvcache.arrays.ollama.batch import Batch, as_place, as_range
+from pykvcache.arrays.ollama.cache import Batch, as_position, as_range, as_sequence
 from pykvcache.arrays.ollama.causal import CausalCache
 from pykvcache.arrays.ollama.cells import Cut
 from pykvcache.arrays.ollama.layers import ShiftFn
@@ -292,7 +292,7 @@ class RecurrentCache(CausalCache):
             The position from which the sequence can continue: `pos` if the state is there, else
             the one after the highest checkpoint below `pos`.
         """
-        ident, target = as_place(seq, pos)
+        ident, target = as_sequence("seq", seq), as_position("pos", pos)
         self._ready()
         length, state = self._length(ident), self._states.get(ident)
         self._pending.pop(ident, None)

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int
-from pykvcache.arrays.ollama.batch import UNLIMITED, Batch
-from pykvcache.arrays.ollama.cache import Cache, CacheConfig, OllamaCache
+from pykvcache.arrays.ollama.cache import UNLIMITED, Batch, Cache, CacheConfig, OllamaCache
 from pykvcache.errors import CacheLayerError, CacheOrderError, CacheValueError, shown
 
 __all__ = ["WrapperCache"]

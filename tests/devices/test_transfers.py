@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kv.kit import different
+from memory.kit import Make
 from pykvcache import LlamaContext
 from pykvcache._native import lib
 from pykvcache.errors import NoKvCacheSlot, UnsupportedOperation
 from support.builds import PLAIN, fast_only
-
-if TYPE_CHECKING:
-    from conftest import ContextFactory
 
 FLASH = {"type_k": "f16", "type_v": "f16", "flash_attn": "enabled"}
 SHAPES = [
@@ -70,7 +68,7 @@ def contents(ctx: LlamaContext) -> list[bytes]:
 
 @shapes
 def test_what_is_read_is_what_the_cpu_reads(
-    name: str, options: dict[str, Any], make_context: ContextFactory
+    name: str, options: dict[str, Any], make_context: Make
 ) -> None:
     ctx = make_context(name, **options)
     scattered(ctx)
@@ -84,7 +82,7 @@ def test_what_is_read_is_what_the_cpu_reads(
 @pytest.mark.hazard("N85")
 @shapes
 def test_what_is_written_is_what_the_cpu_writes(
-    name: str, options: dict[str, Any], make_context: ContextFactory
+    name: str, options: dict[str, Any], make_context: Make
 ) -> None:
     ctx, other = (make_context(name, **options) for _ in range(2))
     for one in (ctx, other):
@@ -110,7 +108,7 @@ def test_what_is_written_is_what_the_cpu_writes(
 
 
 @pytest.mark.hazard("N53")
-def test_a_view_is_refused_by_the_name_of_the_device(make_context: ContextFactory) -> None:
+def test_a_view_is_refused_by_the_name_of_the_device(make_context: Make) -> None:
     ctx = make_context("llama")
     ctx.decode([5, 6])
     (where,) = ctx.memory_info.buffer_types
@@ -122,9 +120,7 @@ def test_a_view_is_refused_by_the_name_of_the_device(make_context: ContextFactor
 
 @fast_only("llama.cpp's reader places cells")
 @pytest.mark.parametrize("options", [{}, FLASH], ids=["transposed", "rows"])
-def test_each_tensor_is_asked_for_once(
-    options: dict[str, Any], make_context: ContextFactory
-) -> None:
+def test_each_tensor_is_asked_for_once(options: dict[str, Any], make_context: Make) -> None:
     """However the cells are scattered; a write over cells of others reads them first."""
     ctx = make_context("llama", **options)
     scattered(ctx)
@@ -168,7 +164,7 @@ def test_each_tensor_is_asked_for_once(
 
 @fast_only("llama.cpp's reader places cells")
 @pytest.mark.parametrize("even", [False, True], ids=["plain", "even"])
-def test_runs_at_even_distances(even: bool, make_context: ContextFactory) -> None:
+def test_runs_at_even_distances(even: bool, make_context: Make) -> None:
     """Transposed values of a run of cells, as devices take them that copy in two dimensions."""
     ctx, other = make_context("llama"), make_context("llama")
     ctx.decode(np.arange(9, 20, dtype=np.int32), seq_id=2)
@@ -198,7 +194,7 @@ def reads_even(ctx: LlamaContext) -> bool:
 
 @pytest.mark.hazard("N85")
 @pytest.mark.skipif(PLAIN, reason="the plain build: llama.cpp's reader places cells")
-def test_a_full_device_takes_a_state_in_the_place_of_another(make_context: ContextFactory) -> None:
+def test_a_full_device_takes_a_state_in_the_place_of_another(make_context: Make) -> None:
     """Beside what a sequence holds where there is room, else over it."""
     ctx = make_context("llama", n_ctx=256, n_seq_max=2, **FLASH)
     tokens = np.random.default_rng(4).integers(5, 250, 200).astype(np.int32)
@@ -218,7 +214,7 @@ def test_a_full_device_takes_a_state_in_the_place_of_another(make_context: Conte
     assert ctx.get_state().tobytes() == before
 
 
-def make_long(make_context: ContextFactory, tokens: np.ndarray[Any, Any]) -> Any:
+def make_long(make_context: Make, tokens: np.ndarray[Any, Any]) -> Any:
     other = make_context("llama", n_ctx=256, n_seq_max=2, **FLASH)
     other.decode(tokens)
     return other.get_state(0)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pykvcache import LlamaContext
+from pykvcache import LlamaContext, LlamaModel
 from support.models import EVERY_MODEL, MODELS, RIGHT, ModelInfo, usual
 
 Logits = NDArray[np.float32]
@@ -19,6 +19,8 @@ Tokens = NDArray[np.int32]
 Make = Callable[..., LlamaContext]
 #: Of the fixture `fresh_logits`.
 Fresh = Callable[..., Logits]
+#: Of the fixture `model`.
+Load = Callable[..., LlamaModel]
 
 NAMES = (
     "llama",

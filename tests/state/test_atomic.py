@@ -8,23 +8,20 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
+from memory.kit import Make
 from pykvcache import SequenceState
 from pykvcache.state import ContextState
 from state.kit import WORDS, cells_of, next_logits
-
-if TYPE_CHECKING:
-    from conftest import ContextFactory
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals and limits of POSIX")
 
 
 @pytest.fixture
-def two(make_context: ContextFactory, tmp_path: Path) -> tuple[SequenceState, SequenceState]:
+def two(make_context: Make, tmp_path: Path) -> tuple[SequenceState, SequenceState]:
     """States of different lengths."""
     ctx = make_context("llama")
     ctx.decode(WORDS[:60])
@@ -230,7 +227,7 @@ def facts(state: SequenceState | ContextState) -> list[str]:
     return facts
 
 
-def test_facts_survive_truncation_of_the_file(make_context: ContextFactory, tmp_path: Path) -> None:
+def test_facts_survive_truncation_of_the_file(make_context: Make, tmp_path: Path) -> None:
     """Reading what was cut away would end the process."""
     ctx = make_context("llama")
     ctx.decode(WORDS[:50])
@@ -245,9 +242,7 @@ def test_facts_survive_truncation_of_the_file(make_context: ContextFactory, tmp_
     assert (facts(one), facts(everything)) == before
 
 
-def test_unmapped_states_do_not_need_their_file(
-    make_context: ContextFactory, tmp_path: Path
-) -> None:
+def test_unmapped_states_do_not_need_their_file(make_context: Make, tmp_path: Path) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:50])
     held = cells_of(ctx, 0)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from itertools import permutations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from memory.kit import apart
+from memory.kit import Fresh, Make, apart
 from pykvcache import LlamaContext, SequenceState
 from pykvcache._codec import as_floats, rotated
 from pykvcache.errors import StateDamaged, StateError, StateLayoutMismatch
@@ -17,9 +17,6 @@ from pykvcache.state.layout import Part
 from state.kit import WORDS, forged, next_logits, refused
 from state.test_forged import spoil
 from support.models import RIGHT
-
-if TYPE_CHECKING:
-    from conftest import ContextFactory, FreshLogits
 
 FLOATS = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}
 BLOCKS = {
@@ -69,7 +66,7 @@ def check_bound(source: Part, target: Part, kind: str) -> None:
         assert error.any() or old.type != 0  # from f32 something is always rounded
 
 
-def test_every_type_converts_to_every_other(make_context: ContextFactory) -> None:
+def test_every_type_converts_to_every_other(make_context: Make) -> None:
     contexts = {kind: make_context(NAME, **options(kind)) for kind in TYPES}
     states: dict[str, SequenceState] = {}
     for kind, ctx in contexts.items():
@@ -90,7 +87,7 @@ def test_every_type_converts_to_every_other(make_context: ContextFactory) -> Non
 
 @pytest.mark.parametrize("kind", [kind for kind in TYPES if kind != "f32"])
 def test_logits_are_as_close_as_those_of_a_context_of_that_type(
-    kind: str, make_context: ContextFactory, fresh_logits: FreshLogits
+    kind: str, make_context: Make, fresh_logits: Fresh
 ) -> None:
     exact = fresh_logits(NAME, [*WORDS[:40], 9])
     source, target = make_context(NAME), make_context(NAME, **options(kind))
@@ -108,7 +105,7 @@ def test_logits_are_as_close_as_those_of_a_context_of_that_type(
 
 @pytest.mark.parametrize("unified", [True, False])
 def test_a_whole_context_is_converted_even_if_streams_are_empty(
-    unified: bool, make_context: ContextFactory, fresh_logits: FreshLogits
+    unified: bool, make_context: Make, fresh_logits: Fresh
 ) -> None:
     layout = {"kv_unified": unified, "n_ctx": 1024}
     source = make_context(NAME, **layout)
@@ -128,7 +125,7 @@ def test_a_whole_context_is_converted_even_if_streams_are_empty(
 
 @pytest.mark.parametrize("name", ["gemma3", "jamba", "granitehybrid", "lfm2_swa"])
 def test_attention_next_to_windows_and_states_is_converted(
-    name: str, make_context: ContextFactory, fresh_logits: FreshLogits
+    name: str, make_context: Make, fresh_logits: Fresh
 ) -> None:
     half = {"type_k": "f16", "type_v": "f16"}
     source, target = make_context(name), make_context(name, **half)
@@ -155,9 +152,7 @@ def with_values(ctx: LlamaContext, value: float) -> SequenceState:
 
 
 @pytest.mark.parametrize("kind", ["f16", *BLOCKS])
-def test_values_that_another_type_cannot_hold_are_refused(
-    kind: str, make_context: ContextFactory
-) -> None:
+def test_values_that_another_type_cannot_hold_are_refused(kind: str, make_context: Make) -> None:
     source, target = make_context(NAME), make_context(NAME, **options(kind))
     target.decode(WORDS[:5])
     state = with_values(source, 1e30)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from memory.kit import apart
+from memory.kit import Fresh, Make, apart
 from memory.ledger_kit import Twin
 from pykvcache import SequenceState
 from pykvcache.errors import StateError, StateLayoutMismatch, UnsupportedOperation
 from state.kit import WORDS, next_logits, refused
 from support.models import RIGHT, make_model
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from conftest import ContextFactory, FreshLogits
 
 N_SWA = 32
 
@@ -25,7 +21,7 @@ N_SWA = 32
 @pytest.mark.parametrize("flash", ["disabled", "enabled"])
 @pytest.mark.parametrize("name", ["llama", "qwen2vl"])
 def test_a_prefix_is_what_a_fresh_run_holds(
-    name: str, flash: str, make_context: ContextFactory, fresh_logits: FreshLogits
+    name: str, flash: str, make_context: Make, fresh_logits: Fresh
 ) -> None:
     ctx = make_context(name, flash_attn=flash)
     ctx.decode(WORDS[:50])
@@ -53,7 +49,7 @@ def test_a_prefix_is_what_a_fresh_run_holds(
 @pytest.mark.parametrize("size", [1, 16, 1000])
 @pytest.mark.parametrize("name", ["llama", "qwen2vl"])
 def test_blocks_are_joined_again(
-    name: str, size: int, make_context: ContextFactory, fresh_logits: FreshLogits
+    name: str, size: int, make_context: Make, fresh_logits: Fresh
 ) -> None:
     ctx = make_context(name)
     ctx.decode(WORDS[:50])
@@ -74,7 +70,7 @@ def test_blocks_are_joined_again(
 
 
 def test_blocks_with_gaps_are_a_sequence_with_removed_tokens(
-    make_context: ContextFactory, model_folder: Path
+    make_context: Make, model_folder: Path
 ) -> None:
     twin = Twin(make_context("llama"), make_model("llama", model_folder))
     twin.decode(0, 40)
@@ -94,7 +90,7 @@ def test_blocks_with_gaps_are_a_sequence_with_removed_tokens(
 @pytest.mark.parametrize("full", [True, False])
 @pytest.mark.parametrize("pieces", [1, 13, 400])
 def test_a_prefix_of_a_window_is_right_or_refused(
-    full: bool, pieces: int, make_context: ContextFactory, fresh_logits: FreshLogits
+    full: bool, pieces: int, make_context: Make, fresh_logits: Fresh
 ) -> None:
     """Every prefix continues correctly or is refused, and no more are refused than necessary."""
     n = 90
@@ -123,7 +119,7 @@ def test_a_prefix_of_a_window_is_right_or_refused(
 
 
 @pytest.mark.parametrize("name", ["mamba", "jamba", "lfm2_swa"])
-def test_a_recurrent_state_cannot_be_cut_or_joined(name: str, make_context: ContextFactory) -> None:
+def test_a_recurrent_state_cannot_be_cut_or_joined(name: str, make_context: Make) -> None:
     ctx = make_context(name)
     ctx.decode(WORDS[:20])
     state = ctx.sequence_state(0)
@@ -142,7 +138,7 @@ def test_a_recurrent_state_cannot_be_cut_or_joined(name: str, make_context: Cont
             call()
 
 
-def test_slices_behave_as_in_python(make_context: ContextFactory) -> None:
+def test_slices_behave_as_in_python(make_context: Make) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:20])
     state = ctx.sequence_state(0, WORDS[:20])
@@ -165,7 +161,7 @@ def test_slices_behave_as_in_python(make_context: ContextFactory) -> None:
             state.blocks(sizes)
 
 
-def test_parts_of_different_states_are_not_joined(make_context: ContextFactory) -> None:
+def test_parts_of_different_states_are_not_joined(make_context: Make) -> None:
     ctx, half = make_context("llama"), make_context("llama", type_k="f16")
     for one in (ctx, half):
         one.decode(WORDS[:20])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
+from memory.kit import Make
 from pykvcache import LlamaContext, LlamaSequence, SequenceState, describe_state
 from pykvcache.errors import (
     StateDamaged,
@@ -25,9 +25,6 @@ from pykvcache.state import ContextState
 from pykvcache.state.container import parse
 from state.kit import WORDS, refused
 from support.examples import examples
-
-if TYPE_CHECKING:
-    from conftest import ContextFactory
 
 KINDS = ["sequence", "context"]
 # One with several parts, one with transposed values, one with a state.
@@ -84,7 +81,7 @@ def damaged(data: bytes) -> Iterator[tuple[bytes, Bad]]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_no_damaged_file_is_accepted(
-    name: str, kind: str, make_context: ContextFactory, tmp_path: Path
+    name: str, kind: str, make_context: Make, tmp_path: Path
 ) -> None:
     """Bits and bytes that differ, an end that is missing, bytes after the end."""
     ctx = make_context(name)
@@ -142,7 +139,7 @@ FOREIGN: dict[str, Callable[[Path], bytes]] = {
 
 @pytest.mark.parametrize("what", FOREIGN)
 def test_other_files_are_refused_as_states(
-    what: str, make_context: ContextFactory, model_folder: Path, tmp_path: Path
+    what: str, make_context: Make, model_folder: Path, tmp_path: Path
 ) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:5], seq_id=1)
@@ -159,7 +156,7 @@ def test_other_files_are_refused_as_states(
 
 
 def test_file_errors_begin_with_the_name(
-    make_context: ContextFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_context: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the message contains the name by chance."""
     ctx = make_context("llama")
@@ -189,7 +186,7 @@ def test_file_errors_begin_with_the_name(
             assert str(error.value).count("a: ") == 1
 
 
-def test_sequence_files_are_not_context_files(make_context: ContextFactory, tmp_path: Path) -> None:
+def test_sequence_files_are_not_context_files(make_context: Make, tmp_path: Path) -> None:
     ctx = make_context("llama")
     saved(ctx, "sequence", tmp_path / "one")
     ctx.clear_kv_cache()
@@ -208,7 +205,7 @@ def test_sequence_files_are_not_context_files(make_context: ContextFactory, tmp_
 
 
 def test_an_unsupported_version_is_named(
-    make_context: ContextFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_context: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:5], seq_id=1)

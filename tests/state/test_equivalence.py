@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from memory.kit import Case, apart
+from memory.kit import Case, Fresh, Make, apart
 from memory.ledger_kit import Twin
 from pykvcache import LlamaBatch, LlamaContext, LlamaModel, SequenceState
 from pykvcache.state import ContextState
 from state.kit import CASES, WORDS, next_logits
 from support.models import RIGHT, make_model
-
-if TYPE_CHECKING:
-    from conftest import ContextFactory, FreshLogits
 
 RECURRENT = [
     case
@@ -26,13 +22,13 @@ RECURRENT = [
 ]
 
 
-def build(make_context: ContextFactory, case: Case) -> LlamaContext:
+def build(make_context: Make, case: Case) -> LlamaContext:
     return make_context(case.name, **case.options)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_saved_context_has_every_sequence(
-    case: Case, make_context: ContextFactory, fresh_logits: FreshLogits, tmp_path: Path
+    case: Case, make_context: Make, fresh_logits: Fresh, tmp_path: Path
 ) -> None:
     ctx, alone = build(make_context, case), build(make_context, case)
     held = {0: WORDS[:70], 2: WORDS[:74], 3: WORDS[80:90]}
@@ -53,7 +49,7 @@ def test_a_saved_context_has_every_sequence(
 
 
 def test_a_sequence_whose_later_tokens_lie_before_its_first_ones(
-    make_context: ContextFactory, fresh_logits: FreshLogits
+    make_context: Make, fresh_logits: Fresh
 ) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:120], seq_id=0)
@@ -79,7 +75,7 @@ def test_a_sequence_whose_later_tokens_lie_before_its_first_ones(
 @pytest.mark.parametrize("unified", [True, False])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_after_removals_shifts_and_forks(
-    name: str, unified: bool, make_context: ContextFactory, model_folder: Path, tmp_path: Path
+    name: str, unified: bool, make_context: Make, model_folder: Path, tmp_path: Path
 ) -> None:
     """The ledger keeps account of every cell; after the load it must still be right."""
     tolerance = RIGHT if name == "llama" else 10 * RIGHT
@@ -114,7 +110,7 @@ def test_after_removals_shifts_and_forks(
 
 @pytest.mark.parametrize("case", RECURRENT)
 def test_the_first_position_of_a_recurrent_sequence_is_kept(
-    case: Case, make_context: ContextFactory, tmp_path: Path
+    case: Case, make_context: Make, tmp_path: Path
 ) -> None:
     ctx, other = build(make_context, case), build(make_context, case)
     batch = LlamaBatch.from_arrays(WORDS[:9], np.arange(30, 39), np.full(9, 1))
@@ -131,7 +127,7 @@ def test_the_first_position_of_a_recurrent_sequence_is_kept(
 
 
 def test_an_idle_sequence_whose_window_cells_were_all_reused(
-    model: Callable[..., LlamaModel], make_context: ContextFactory, tmp_path: Path
+    model: Callable[..., LlamaModel], make_context: Make, tmp_path: Path
 ) -> None:
     """The two parts end differently, which is valid: the next token sees no window cells."""
     tiny = model("gemma3", n_swa=1)
@@ -152,9 +148,7 @@ def test_an_idle_sequence_whose_window_cells_were_all_reused(
         assert apart(next_logits(other, seq), want) < 10 * RIGHT
 
 
-def test_states_outlive_their_context_and_model(
-    model_folder: Path, make_context: ContextFactory
-) -> None:
+def test_states_outlive_their_context_and_model(model_folder: Path, make_context: Make) -> None:
     path = make_model("llama", model_folder)
     source = LlamaModel(path)
     with LlamaContext(source, n_ctx=256, n_seq_max=1, n_threads=1) as ctx:

@@ -7,27 +7,23 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
+from memory.kit import Make
 from pykvcache import SequenceState, describe_state
 from pykvcache.errors import StateDamaged, StateError
 from pykvcache.state import ContextState, StateInfo
 from state.kit import WORDS
-
-if TYPE_CHECKING:
-    from conftest import ContextFactory
 
 safetensors = pytest.importorskip("safetensors")
 xxhash = pytest.importorskip("xxhash")
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "jamba"])
-def test_safetensors_can_read_states(
-    name: str, make_context: ContextFactory, tmp_path: Path
-) -> None:
+def test_safetensors_can_read_states(name: str, make_context: Make, tmp_path: Path) -> None:
     from safetensors.numpy import load_file
 
     ctx = make_context(name, flash_attn="enabled")
@@ -58,7 +54,7 @@ def test_safetensors_can_read_states(
 
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0"])
 def test_types_with_and_without_a_safetensors_equivalent(
-    kind: str, make_context: ContextFactory, tmp_path: Path
+    kind: str, make_context: Make, tmp_path: Path
 ) -> None:
     ctx = make_context("llama_h64", type_k=kind, type_v=kind, flash_attn="enabled")
     ctx.decode(WORDS[:20])
@@ -72,7 +68,7 @@ def test_types_with_and_without_a_safetensors_equivalent(
             assert np.array_equal(keys.astype(np.float32), ctx.kv(0).layers[0].keys)
 
 
-def test_a_description_reads_the_header_alone(make_context: ContextFactory, tmp_path: Path) -> None:
+def test_a_description_reads_the_header_alone(make_context: Make, tmp_path: Path) -> None:
     ctx = make_context("llama", type_k="f16")
     ctx.decode(WORDS[:20], seq_id=1)
     ctx.decode(WORDS[:5], seq_id=2)
@@ -100,7 +96,7 @@ def test_a_description_reads_the_header_alone(make_context: ContextFactory, tmp_
 @pytest.mark.parametrize("checksum", ["xxh3-128", "sha256"])
 @pytest.mark.parametrize("mapped", [True, False])
 def test_both_checksums_mapped_or_not(
-    checksum: str, mapped: bool, make_context: ContextFactory, tmp_path: Path
+    checksum: str, mapped: bool, make_context: Make, tmp_path: Path
 ) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:20])
@@ -138,7 +134,7 @@ for call in (
 """
 
 
-def test_without_xxhash(make_context: ContextFactory, tmp_path: Path) -> None:
+def test_without_xxhash(make_context: Make, tmp_path: Path) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:20])
     state = ctx.sequence_state(0)
@@ -161,7 +157,7 @@ META: dict[str, Any] = {
 }
 
 
-def test_metadata_survives_a_round_trip(make_context: ContextFactory, tmp_path: Path) -> None:
+def test_metadata_survives_a_round_trip(make_context: Make, tmp_path: Path) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:5])
     ctx.save_sequence(tmp_path / "a", 0, metadata=META)
@@ -194,7 +190,7 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 def test_metadata_that_no_file_can_hold(
-    make_context: ContextFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_context: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:5])
@@ -218,7 +214,7 @@ def test_metadata_that_no_file_can_hold(
 
 
 @pytest.mark.hazard("S11", "S12")
-def test_token_count_must_match_positions(make_context: ContextFactory, tmp_path: Path) -> None:
+def test_token_count_must_match_positions(make_context: Make, tmp_path: Path) -> None:
     for name in ("llama", "gemma3", "mamba", "jamba"):
         ctx = make_context(name)
         ctx.decode(WORDS[:20], seq_id=1)
@@ -241,7 +237,7 @@ def test_token_count_must_match_positions(make_context: ContextFactory, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_states_are_immutable(make_context: ContextFactory, tmp_path: Path) -> None:
+def test_states_are_immutable(make_context: Make, tmp_path: Path) -> None:
     ctx = make_context("jamba")
     tokens = WORDS[:20].copy()
     ctx.decode(tokens)

@@ -8,21 +8,19 @@ import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
+from memory.kit import Make
 from pykvcache import LlamaContext, LlamaModel
 from pykvcache.errors import ModelLoadError, StateLayoutMismatch, StateModelMismatch
 from state.kit import WORDS
 from support.models import MODELS, make_model, write_gguf
 from test_quantized_weights import quantized
-
-if TYPE_CHECKING:
-    from conftest import ContextFactory
 
 
 def fingerprint(path: Path) -> str:
@@ -116,7 +114,7 @@ def test_a_file_that_changed_after_loading_has_no_fingerprint(
 
 
 def test_a_fingerprint_covers_all_parts_of_a_split_model(
-    tmp_path: Path, make_context: ContextFactory
+    tmp_path: Path, make_context: Make
 ) -> None:
     folders = [tmp_path / name for name in ("a", "b", "c")]
     for folder, seed in zip(folders, (0, 0, 1), strict=True):
@@ -182,7 +180,7 @@ def record(
     ],
 )
 def test_the_rope_digest_is_the_one_that_the_docs_define(
-    name: str, options: dict[str, Any], records: list[bytes], make_context: ContextFactory
+    name: str, options: dict[str, Any], records: list[bytes], make_context: Make
 ) -> None:
     ctx = make_context(name, **options)
     ctx.decode(WORDS[:5])
@@ -190,7 +188,7 @@ def test_the_rope_digest_is_the_one_that_the_docs_define(
     assert found == hashlib.sha256(b"".join(records)).hexdigest()
 
 
-def test_the_rope_digest_with_yarn(make_context: ContextFactory) -> None:
+def test_the_rope_digest_with_yarn(make_context: Make) -> None:
     yarn = {
         "rope_scaling_type": "yarn",
         "rope_freq_scale": 0.5,

@@ -9,11 +9,12 @@ from dataclasses import replace
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
+from memory.kit import Make
 from pykvcache import SequenceState, describe_state
 from pykvcache.errors import (
     NoKvCacheSlot,
@@ -26,9 +27,6 @@ from pykvcache.errors import (
 from pykvcache.state import ContextState
 from pykvcache.state.container import Tensor
 from state.kit import WORDS, Tensors, Text, forged, ints, refused
-
-if TYPE_CHECKING:
-    from conftest import ContextFactory
 
 Edit = Callable[[Text, Tensors], None]
 DEEP = "[" * 50_000 + "]" * 50_000
@@ -157,9 +155,7 @@ UNREADABLE: dict[str, Edit] = {
 
 
 @pytest.mark.parametrize("what", UNREADABLE)
-def test_inconsistent_files_are_damaged(
-    what: str, make_context: ContextFactory, tmp_path: Path
-) -> None:
+def test_inconsistent_files_are_damaged(what: str, make_context: Make, tmp_path: Path) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:12], seq_id=1)
     good = ctx.sequence_state(1, WORDS[:12], {"a": 1}).to_bytes()
@@ -184,9 +180,7 @@ LISTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", LISTED)
-def test_tensors_that_are_listed_wrongly_are_damaged(
-    what: str, make_context: ContextFactory
-) -> None:
+def test_tensors_that_are_listed_wrongly_are_damaged(what: str, make_context: Make) -> None:
     """The header's own checksum is right."""
     ctx = make_context("llama")
     ctx.decode(WORDS[:12])
@@ -240,7 +234,7 @@ def apart(base: str, window: str) -> Edit:
 
 
 @pytest.mark.parametrize("shift", [-1, -4])
-def test_a_window_with_other_positions_is_damaged(shift: int, make_context: ContextFactory) -> None:
+def test_a_window_with_other_positions_is_damaged(shift: int, make_context: Make) -> None:
     """A shift that is valid for one part would move cells of the other below 0."""
     ctx = make_context("gemma3")
     ctx.decode(WORDS[:12], seq_id=1)
@@ -262,7 +256,7 @@ def first_part(text: Text) -> None:
 
 @pytest.mark.hazard("S21")
 @pytest.mark.parametrize("what", UNFIT)
-def test_a_state_that_does_not_fit_changes_nothing(what: str, make_context: ContextFactory) -> None:
+def test_a_state_that_does_not_fit_changes_nothing(what: str, make_context: Make) -> None:
     name, edit, error = UNFIT[what]
     ctx = make_context(name)
     ctx.decode(WORDS[:12], seq_id=1)
@@ -298,7 +292,7 @@ WHOLE: dict[str, Edit] = {
 
 
 @pytest.mark.parametrize("what", WHOLE)
-def test_an_inconsistent_context_state_is_damaged(what: str, make_context: ContextFactory) -> None:
+def test_an_inconsistent_context_state_is_damaged(what: str, make_context: Make) -> None:
     ctx = make_context("llama")
     for seq in range(3):
         ctx.decode(WORDS[:4], seq_id=seq)
@@ -308,7 +302,7 @@ def test_an_inconsistent_context_state_is_damaged(what: str, make_context: Conte
         ctx.restore_context(ContextState.from_bytes(forged(good, WHOLE[what])))
 
 
-def test_headers_that_name_other_checksums_or_formats(make_context: ContextFactory) -> None:
+def test_headers_that_name_other_checksums_or_formats(make_context: Make) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:4])
     good = ctx.sequence_state(0).to_bytes()

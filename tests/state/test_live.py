@@ -5,23 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from memory.kit import apart
+from memory.kit import Fresh, Make, apart
 from pykvcache import SequenceState
 from pykvcache.errors import ClosedError, DecodeAborted, UnsupportedOperation
 from state.kit import WORDS, next_logits
 from support.models import RIGHT
 
-if TYPE_CHECKING:
-    from conftest import ContextFactory, FreshLogits
 
-
-def test_a_state_taken_during_decodes_is_consistent(
-    make_context: ContextFactory, tmp_path: Path
-) -> None:
+def test_a_state_taken_during_decodes_is_consistent(make_context: Make, tmp_path: Path) -> None:
     """Tokens are decoded one by one: each saved state is a prefix of the final one."""
     ctx = make_context("llama")
     states: list[SequenceState] = []
@@ -53,7 +48,7 @@ def test_a_state_taken_during_decodes_is_consistent(
 
 @pytest.mark.not_on_a_device(reason="a decode is stopped between its parts alone")
 def test_the_rest_of_an_aborted_decode_is_not_saved_but_replaced(
-    make_context: ContextFactory, fresh_logits: FreshLogits, tmp_path: Path
+    make_context: Make, fresh_logits: Fresh, tmp_path: Path
 ) -> None:
     ctx = make_context("mamba")
     ctx.decode(WORDS[:20], seq_id=1)
@@ -79,7 +74,7 @@ def test_the_rest_of_an_aborted_decode_is_not_saved_but_replaced(
     ctx.context_state()
 
 
-def test_every_method_of_a_closed_context_raises_closed_error(make_context: ContextFactory) -> None:
+def test_every_method_of_a_closed_context_raises_closed_error(make_context: Make) -> None:
     ctx, fresh = make_context("llama"), make_context("llama")
     ctx.decode(WORDS[:5])
     state, whole = ctx.sequence_state(0), ctx.context_state()

@@ -8,11 +8,12 @@ from __future__ import annotations
 import struct
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
+from memory.kit import Make
 from pykvcache import LlamaContext, SequenceState
 from pykvcache._native import lib
 from pykvcache.errors import (
@@ -27,9 +28,6 @@ from pykvcache.errors import (
 )
 from pykvcache.state import LlamaStateFile
 from state.kit import WORDS, cells_of, refused
-
-if TYPE_CHECKING:
-    from conftest import ContextFactory
 
 GGSQ, GGSN, (OF_SEQUENCES, OF_CONTEXTS) = 0x67677371, 0x6767736E, lib.state_file_versions
 READ = (2, 3) if OF_SEQUENCES == 3 else (OF_SEQUENCES,)
@@ -52,7 +50,7 @@ def server_tokens(tokens: Any, media: tuple[tuple[int, bytes], ...] = ()) -> byt
 
 
 @pytest.fixture
-def taken(make_context: ContextFactory) -> tuple[LlamaContext, bytes, bytes]:
+def taken(make_context: Make) -> tuple[LlamaContext, bytes, bytes]:
     """A context, and earlier raw states of its 12 tokens and of all of it."""
     ctx = make_context("llama")
     ctx.decode(TOKENS, seq_id=1)
@@ -172,7 +170,7 @@ def test_other_files_are_refused(taken: tuple[LlamaContext, bytes, bytes], tmp_p
 
 @pytest.mark.skipif(OF_SEQUENCES > 3, reason="newer files say how keys are rotated")
 def test_an_old_file_does_not_say_whether_keys_are_rotated(
-    make_context: ContextFactory, tmp_path: Path
+    make_context: Make, tmp_path: Path
 ) -> None:
     """Between the two versions quantised keys began to be stored in a Hadamard basis."""
     ctx = make_context("llama_h64", type_k="q8_0")

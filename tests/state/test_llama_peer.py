@@ -11,21 +11,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
-from memory.kit import Case
+from memory.kit import Case, Fresh, Make
 from pykvcache import LlamaContext, LlamaModel, embedded_model_path
 from pykvcache.state import LlamaStateFile
 from state.kit import CASES, WORDS, next_logits
 from support.builds import SOURCES
 from support.models import make_model
 from support.sanitizer import SANITIZED
-
-if TYPE_CHECKING:
-    from conftest import ContextFactory, FreshLogits
 
 ROOT = Path(__file__).parents[2]
 TOKENS = WORDS[:90]  # more than the window of the tests' models
@@ -87,12 +84,7 @@ def peer(program: Path, model_folder: Path, tmp_path: Path) -> Peer:
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_files_are_written_and_read_as_by_llama_cpp(
-    case: Case,
-    whole: bool,
-    peer: Peer,
-    make_context: ContextFactory,
-    fresh_logits: FreshLogits,
-    tmp_path: Path,
+    case: Case, whole: bool, peer: Peer, make_context: Make, fresh_logits: Fresh, tmp_path: Path
 ) -> None:
     ctx, other = (make_context(case.name, **options(case)) for _ in range(2))
     want = fresh_logits(case.name, [*TOKENS, 9])

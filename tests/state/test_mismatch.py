@@ -6,12 +6,13 @@ import pickle
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from binding.kit import with_keys
+from memory.kit import Load, Make
 from pykvcache import LlamaContext, LlamaModel, SequenceState, describe_state
 from pykvcache.errors import (
     NoKvCacheSlot,
@@ -23,9 +24,6 @@ from pykvcache.errors import (
 from state.kit import WORDS, refused
 from support.models import make_model
 from test_quantized_weights import quantized
-
-if TYPE_CHECKING:
-    from conftest import ContextFactory, ModelFactory
 
 
 @pytest.fixture
@@ -42,9 +40,7 @@ def wide(tmp_path: Path) -> Any:
         one.close()
 
 
-def test_the_other_model_is_named(
-    make_context: ContextFactory, model_folder: Path, tmp_path: Path
-) -> None:
+def test_the_other_model_is_named(make_context: Make, model_folder: Path, tmp_path: Path) -> None:
     named = tmp_path / "named.gguf"
     with_keys(make_model("llama", model_folder), named, {"general.name": "Small " * 50})
     ctx, other = make_context("gemma3"), make_context("llama")
@@ -78,9 +74,7 @@ def differ(a: LlamaContext, b: LlamaContext, error: type[Exception], match: str 
 
 @pytest.mark.hazard("S25")
 @pytest.mark.parametrize("name", ["llama", "mamba", "gemma3"])
-def test_another_model_of_the_same_shapes(
-    name: str, model: ModelFactory, make_context: ContextFactory
-) -> None:
+def test_another_model_of_the_same_shapes(name: str, model: Load, make_context: Make) -> None:
     ctx, other = make_context(name), make_context(model(name, seed=1))
     differ(ctx, other, StateModelMismatch, "another model")
     # llama.cpp itself sees no difference at all.
@@ -93,7 +87,7 @@ def test_another_model_of_the_same_shapes(
 
 
 def test_another_quantisation_of_the_same_model(
-    wide: Callable[[Kind], LlamaModel], make_context: ContextFactory
+    wide: Callable[[Kind], LlamaModel], make_context: Make
 ) -> None:
     contexts = [make_context(wide(kind)) for kind in (Kind.F16, Kind.Q8_0, Kind.Q4_0)]
     for a, b in combinations(contexts, 2):
@@ -113,7 +107,7 @@ OTHER: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", OTHER)
-def test_other_settings_of_the_context(what: str, make_context: ContextFactory) -> None:
+def test_other_settings_of_the_context(what: str, make_context: Make) -> None:
     ctx, other = make_context("llama"), make_context("llama", **OTHER[what])
     differ(ctx, other, StateLayoutMismatch)
     with pytest.raises(StateLayoutMismatch):
@@ -121,9 +115,7 @@ def test_other_settings_of_the_context(what: str, make_context: ContextFactory) 
 
 
 @pytest.mark.parametrize("name", ["gemma3", "granitehybrid", "lfm2"])
-def test_other_rotations_of_some_layers(
-    name: str, make_context: ContextFactory, tmp_path: Path
-) -> None:
+def test_other_rotations_of_some_layers(name: str, make_context: Make, tmp_path: Path) -> None:
     ctx, other = make_context(name), make_context(name, rope_freq_base=777.0)
     ctx.decode(WORDS[:12])
     ctx.save_sequence(tmp_path / "a", 0)
@@ -136,7 +128,7 @@ def test_other_rotations_of_some_layers(
 
 
 @pytest.mark.hazard("S26")
-def test_another_architecture(make_context: ContextFactory) -> None:
+def test_another_architecture(make_context: Make) -> None:
     names = ("llama", "llama3l", "gemma3", "qwen2vl", "mamba", "jamba", "lfm2_swa")
     for a, b in combinations(map(make_context, names), 2):
         differ(a, b, StateModelMismatch)
@@ -147,9 +139,7 @@ def test_another_architecture(make_context: ContextFactory) -> None:
 
 
 @pytest.mark.hazard("S5")
-def test_streams_and_sequences_that_this_context_lacks(
-    make_context: ContextFactory, tmp_path: Path
-) -> None:
+def test_streams_and_sequences_that_this_context_lacks(make_context: Make, tmp_path: Path) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:12], seq_id=3)
     ctx.save_context(tmp_path / "all")
@@ -175,9 +165,7 @@ def test_streams_and_sequences_that_this_context_lacks(
 
 
 @pytest.mark.parametrize("unified", [True, False])
-def test_a_state_of_more_cells_than_the_cache_has(
-    unified: bool, make_context: ContextFactory
-) -> None:
+def test_a_state_of_more_cells_than_the_cache_has(unified: bool, make_context: Make) -> None:
     big = make_context("llama", n_ctx=1024, n_seq_max=1)
     big.decode(WORDS[:300])
     state = big.sequence_state(0)
@@ -196,7 +184,7 @@ def test_a_state_of_more_cells_than_the_cache_has(
 
 
 @pytest.mark.parametrize("name", ["bert", "t5"])
-def test_models_without_states(name: str, make_context: ContextFactory, tmp_path: Path) -> None:
+def test_models_without_states(name: str, make_context: Make, tmp_path: Path) -> None:
     llama, ctx = make_context("llama"), make_context(name, n_seq_max=1)
     llama.decode(WORDS[:5])
     for call in (

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
-from memory.kit import Bench, Case
+from memory.kit import Bench, Case, Make
 from pykvcache import LlamaBatch, LlamaContext
 from pykvcache.errors import (
     ClosedError,
@@ -34,9 +34,6 @@ from state.partial_kit import (
 )
 from support.models import EVERY_MODEL, RIGHT
 from support.stopping import stop_soon
-
-if TYPE_CHECKING:
-    from conftest import ContextFactory
 
 
 @pytest.mark.hazard("S30")
@@ -213,7 +210,7 @@ def test_a_changed_sequence_is_refused(case: Case, change: str, bench: MakeBench
     b.check()
 
 
-def full_window(make_context: ContextFactory) -> tuple[LlamaContext, PartialState, Any]:
+def full_window(make_context: Make) -> tuple[LlamaContext, PartialState, Any]:
     """Sequence 0 has slid, 1 to 3 share all cells of the window between two and two of them."""
     ctx = make_context("gemma3", swa_full=False, n_seq_max=5, **LONG)
     words = np.random.default_rng(4).integers(5, 250, 700).astype(np.int32)
@@ -233,7 +230,7 @@ def full_window(make_context: ContextFactory) -> tuple[LlamaContext, PartialStat
     return ctx, partial, whole
 
 
-def test_a_window_full_of_forks_refuses_and_nothing_changes(make_context: ContextFactory) -> None:
+def test_a_window_full_of_forks_refuses_and_nothing_changes(make_context: Make) -> None:
     ctx, partial, whole = full_window(make_context)
     before = ctx.get_state().tobytes()
     with pytest.raises(NoKvCacheSlot, match="window"):
@@ -252,7 +249,7 @@ def test_a_window_full_of_forks_refuses_and_nothing_changes(make_context: Contex
     assert np.abs(next_logits(ctx, 0) - next_logits(ctx, 4)).max() < RIGHT
 
 
-def test_a_partial_state_belongs_to_one_context(make_context: ContextFactory) -> None:
+def test_a_partial_state_belongs_to_one_context(make_context: Make) -> None:
     for name in ("gemma3", "mamba", "jamba", "lfm2_swa"):
         ctx, other = make_context(name), make_context(name)
         for each in (ctx, other):
@@ -273,7 +270,7 @@ def test_a_partial_state_belongs_to_one_context(make_context: ContextFactory) ->
         assert not state.is_valid
 
 
-def test_other_objects_are_not_partial_states(make_context: ContextFactory) -> None:
+def test_other_objects_are_not_partial_states(make_context: Make) -> None:
     ctx = make_context("jamba")
     ctx.decode([5, 6])
     state = ctx.get_partial_state(0)
@@ -290,7 +287,7 @@ def test_other_objects_are_not_partial_states(make_context: ContextFactory) -> N
             ctx.get_partial_state(seq)
 
 
-def test_memories_without_partial_states_are_refused(make_context: ContextFactory) -> None:
+def test_memories_without_partial_states_are_refused(make_context: Make) -> None:
     jamba = make_context("jamba")
     state = jamba.get_partial_state(0)
     for name, why in (("llama", "clear_kv_cache_seq"), ("qwen2vl", "rewinds"),
@@ -302,7 +299,7 @@ def test_memories_without_partial_states_are_refused(make_context: ContextFactor
                 call(0)
 
 
-def test_a_rollback_leaves_no_logits(make_context: ContextFactory) -> None:
+def test_a_rollback_leaves_no_logits(make_context: Make) -> None:
     for name in ("gemma3", "mamba"):
         ctx = make_context(name)
         ctx.decode([5, 6])

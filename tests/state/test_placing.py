@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
+from memory.kit import Fresh, Make
 from pykvcache import LlamaContext
 from pykvcache.errors import NoKvCacheSlot
 from state.kit import WORDS, next_logits
 from support.builds import PLAIN, fast_only
 from support.examples import examples
 from support.models import RIGHT
-
-if TYPE_CHECKING:
-    from conftest import ContextFactory, FreshLogits
 
 FLASH = {"type_k": "f16", "type_v": "f16", "flash_attn": "enabled"}
 SHAPES = [
@@ -69,7 +67,7 @@ def cells_of(ctx: LlamaContext, seq_id: int) -> list[int]:
 @pytest.mark.parametrize(("name", "options"), SHAPES)
 @pytest.mark.parametrize("seed", range(examples(3)))
 def test_restoring_over_any_contents(
-    seed: int, name: str, options: dict[str, Any], make_context: ContextFactory
+    seed: int, name: str, options: dict[str, Any], make_context: Make
 ) -> None:
     ctx = make_context(name, **options)
     rng = np.random.default_rng(seed)
@@ -133,7 +131,7 @@ def comb(ctx: LlamaContext) -> None:
 @fast_only("llama.cpp's reader takes the first cells that are free")
 @pytest.mark.parametrize("options", [{}, FLASH], ids=["transposed", "rows"])
 def test_holes_are_filled_where_a_run_would_make_the_cache_longer(
-    options: dict[str, Any], make_context: ContextFactory, fresh_logits: FreshLogits
+    options: dict[str, Any], make_context: Make, fresh_logits: Fresh
 ) -> None:
     ctx = make_context("llama", n_ctx=1024, **options)
     comb(ctx)
@@ -154,7 +152,7 @@ def test_holes_are_filled_where_a_run_would_make_the_cache_longer(
         assert np.abs(next_logits(ctx, seq) - want).max() < (30 if options else 1) * RIGHT
 
 
-def test_a_sequence_is_restored_in_place(make_context: ContextFactory) -> None:
+def test_a_sequence_is_restored_in_place(make_context: Make) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:90], seq_id=1)
     ctx.decode(WORDS[:100], seq_id=0)
@@ -175,7 +173,7 @@ def test_a_sequence_is_restored_in_place(make_context: ContextFactory) -> None:
         check_books(ctx)
 
 
-def test_a_state_in_many_pieces_and_in_another_order(make_context: ContextFactory) -> None:
+def test_a_state_in_many_pieces_and_in_another_order(make_context: Make) -> None:
     """The native call takes a state in pieces of any size, cut anywhere."""
     ctx = make_context("qwen2vl")
     ctx.decode(WORDS[:70], seq_id=1)

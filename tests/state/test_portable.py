@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from itertools import permutations, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
-from memory.kit import apart
+from memory.kit import Fresh, Make, apart
 from pykvcache import SequenceState
 from state.kit import CASES, WORDS, next_logits
 from support.models import MODELS, RIGHT
-
-if TYPE_CHECKING:
-    from conftest import ContextFactory, FreshLogits
 
 NAMES = sorted({case.values[0].name for case in CASES})  # type: ignore[union-attr]
 CONTEXTS: list[dict[str, Any]] = [
@@ -27,7 +24,7 @@ CONTEXTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_other_sizes_streams_and_sequences(
-    name: str, make_context: ContextFactory, fresh_logits: FreshLogits, tmp_path: Path
+    name: str, make_context: Make, fresh_logits: Fresh, tmp_path: Path
 ) -> None:
     info = MODELS[name]
     fits = [
@@ -51,7 +48,7 @@ def test_other_sizes_streams_and_sequences(
 
 @pytest.mark.parametrize("kind", ["f32", "f16"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2vl", "jamba"])
-def test_flash_attention_on_and_off(name: str, kind: str, make_context: ContextFactory) -> None:
+def test_flash_attention_on_and_off(name: str, kind: str, make_context: Make) -> None:
     """Values are transposed, and transposed back: bit for bit."""
     types = {"type_k": kind, "type_v": kind}
     off = make_context(name, flash_attn="disabled", **types)
@@ -89,7 +86,7 @@ def test_flash_attention_on_and_off(name: str, kind: str, make_context: ContextF
 @pytest.mark.parametrize("name", ["gemma3", "lfm2_swa"])
 @pytest.mark.parametrize("n", [10, 33, 300])
 def test_whole_windows_and_short_ones(
-    name: str, n: int, make_context: ContextFactory, fresh_logits: FreshLogits
+    name: str, n: int, make_context: Make, fresh_logits: Fresh
 ) -> None:
     options = {"n_ctx": 2048, "n_ubatch": 32}
     contexts = [

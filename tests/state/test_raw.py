@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
+from memory.kit import Make
 from pykvcache import LlamaContext
 from pykvcache.errors import (
     NoKvCacheSlot,
@@ -26,12 +27,9 @@ from pykvcache.errors import (
 from state.kit import WORDS, next_logits, refused
 from support.raw_states import runs
 
-if TYPE_CHECKING:
-    from conftest import ContextFactory
-
 
 @pytest.mark.parametrize("kind", [bytearray, np.zeros, memoryview])
-def test_the_caller_may_pass_a_buffer(kind: Any, make_context: ContextFactory) -> None:
+def test_the_caller_may_pass_a_buffer(kind: Any, make_context: Make) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:20])
     want = ctx.get_state(0)
@@ -60,7 +58,7 @@ def test_the_caller_may_pass_a_buffer(kind: Any, make_context: ContextFactory) -
     ids=["read-only", "small", "strided", "objects", "str", "int"],
 )
 def test_an_unsuitable_buffer_is_refused(
-    out: Any, error: type[Exception], make_context: ContextFactory
+    out: Any, error: type[Exception], make_context: Make
 ) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:20])
@@ -73,7 +71,7 @@ def test_an_unsuitable_buffer_is_refused(
 @pytest.mark.parametrize("seq_id", [1, None], ids=["sequence", "context"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2vl", "mamba", "jamba", "lfm2_swa"])
 def test_damage_is_an_error_or_makes_another_valid_state(
-    name: str, seq_id: int | None, is_file: bool, make_context: ContextFactory, tmp_path: Path
+    name: str, seq_id: int | None, is_file: bool, make_context: Make, tmp_path: Path
 ) -> None:
     """There is no checksum: other bytes may be another token, position or value."""
     ctx, path = make_context(name), tmp_path / "a"
@@ -137,7 +135,7 @@ FORGED: dict[str, tuple[str, int | None, Callable[..., int], list[int], str]] = 
 
 @pytest.mark.hazard("S21", "S22", "S23")
 @pytest.mark.parametrize("what", FORGED)
-def test_a_forged_state_is_damaged(what: str, make_context: ContextFactory) -> None:
+def test_a_forged_state_is_damaged(what: str, make_context: Make) -> None:
     name, seq_id, place, values, match = FORGED[what]
     ctx = make_context(name)
     ctx.decode(WORDS[:12])
@@ -159,7 +157,7 @@ MISFITS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", MISFITS.values(), ids=MISFITS)
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_state_of_another_memory_is_refused(
-    options: dict[str, Any], whole: bool, make_context: ContextFactory
+    options: dict[str, Any], whole: bool, make_context: Make
 ) -> None:
     ctx, other = make_context("llama"), make_context("llama", **options)
     ctx.decode(WORDS[:12])

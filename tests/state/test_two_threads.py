@@ -7,18 +7,16 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
+from memory.kit import Fresh, Load, Make
 from pykvcache import LlamaBatch, LlamaContext
 from state.kit import WORDS, cells_of, next_logits
 from support.models import RIGHT, make_model
 from support.sanitizer import SANITIZED
-
-if TYPE_CHECKING:
-    from conftest import ContextFactory, FreshLogits, ModelFactory
 
 #: 16 KiB per token, as f32: 400 tokens are more than the 4 MiB from which on two threads copy.
 WIDE = {"n_embd": 512, "n_head_kv": 4, "n_layer": 4, "n_swa": 300}
@@ -35,7 +33,7 @@ SHAPES = [
 
 
 def pair(
-    name: str, options: dict[str, Any], make_context: ContextFactory, model: ModelFactory
+    name: str, options: dict[str, Any], make_context: Make, model: Load
 ) -> tuple[LlamaContext, LlamaContext]:
     """A context with one thread and one with two."""
     wide = model(name, **WIDE)
@@ -47,11 +45,7 @@ def pair(
 
 @pytest.mark.parametrize(("name", "options"), SHAPES)
 def test_two_threads_do_what_one_does(
-    name: str,
-    options: dict[str, Any],
-    make_context: ContextFactory,
-    model: ModelFactory,
-    fresh_logits: FreshLogits,
+    name: str, options: dict[str, Any], make_context: Make, model: Load, fresh_logits: Fresh
 ) -> None:
     one, two = pair(name, options, make_context, model)
     one.decode(WORDS)
@@ -79,7 +73,7 @@ def test_two_threads_do_what_one_does(
             assert np.abs(got - want).max() < RIGHT
 
 
-def test_scattered_cells(make_context: ContextFactory, model: ModelFactory) -> None:
+def test_scattered_cells(make_context: Make, model: Load) -> None:
     _, two = pair("llama", {}, make_context, model)
     tokens, pos = (np.repeat(column[:400], 2) for column in (WORDS, np.arange(400)))
     two.decode(LlamaBatch.from_arrays(tokens, pos, np.tile([0, 1], 400)))
@@ -155,7 +149,7 @@ SEVERAL = [
 ]
 
 
-def test_several_contexts_copy_at_once(make_context: ContextFactory, model: ModelFactory) -> None:
+def test_several_contexts_copy_at_once(make_context: Make, model: Load) -> None:
     """Blocks and states, one context per thread, while another context computes."""
     several = [
         make_context(model(name, **WIDE), **({"n_ctx": 1024, "n_seq_max": 2} | options))

@@ -7,12 +7,12 @@ import stat
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
-from memory.kit import Case, apart
+from memory.kit import Case, Fresh, Make, apart
 from pykvcache import LlamaContext, describe_state
 from pykvcache.errors import (
     ClosedError,
@@ -25,9 +25,6 @@ from pykvcache.errors import (
 from state.kit import CASES, WORDS, cells_of, next_logits, refused
 from support.builds import PLAIN
 from support.models import RIGHT
-
-if TYPE_CHECKING:
-    from conftest import ContextFactory, FreshLogits
 
 
 @dataclass(frozen=True)
@@ -85,12 +82,7 @@ def on_every_case(*ways: Way) -> pytest.MarkDecorator:
 @on_every_case(*SEQUENCES)
 @pytest.mark.parametrize("n", [3, 110])
 def test_a_restored_sequence_continues(
-    way: Way,
-    case: Case,
-    n: int,
-    make_context: ContextFactory,
-    fresh_logits: FreshLogits,
-    tmp_path: Path,
+    way: Way, case: Case, n: int, make_context: Make, fresh_logits: Fresh, tmp_path: Path
 ) -> None:
     ctx, other = (make_context(case.name, **case.options) for _ in range(2))
     ctx.decode(WORDS[:n], seq_id=1)
@@ -114,7 +106,7 @@ def test_a_restored_sequence_continues(
 
 @on_every_case(*WHOLE)
 def test_a_restored_context_continues_and_cells_stay_shared(
-    way: Way, case: Case, make_context: ContextFactory, fresh_logits: FreshLogits, tmp_path: Path
+    way: Way, case: Case, make_context: Make, fresh_logits: Fresh, tmp_path: Path
 ) -> None:
     ctx, other = (make_context(case.name, **case.options) for _ in range(2))
     held = {0: WORDS[:70], 2: WORDS[:74], 3: WORDS[80:90]}
@@ -135,7 +127,7 @@ def test_a_restored_context_continues_and_cells_stay_shared(
 @pytest.mark.hazard("S28")
 @on_every_case(*SEQUENCES, *WHOLE)
 def test_restoring_nothing_empties_the_target(
-    way: Way, case: Case, make_context: ContextFactory, tmp_path: Path
+    way: Way, case: Case, make_context: Make, tmp_path: Path
 ) -> None:
     ctx = make_context(case.name, **case.options)
     nothing = way.take(ctx, 0, tmp_path / "none")
@@ -148,7 +140,7 @@ def test_restoring_nothing_empties_the_target(
 @pytest.mark.hazard("S32")
 @on_every_case(*SEQUENCES, *WHOLE)
 def test_a_restored_sequence_has_no_logits_and_others_keep_theirs(
-    way: Way, case: Case, make_context: ContextFactory, tmp_path: Path
+    way: Way, case: Case, make_context: Make, tmp_path: Path
 ) -> None:
     ctx = make_context(case.name, **case.options)
     ctx.decode(WORDS[:10])
@@ -166,7 +158,7 @@ def test_a_restored_sequence_has_no_logits_and_others_keep_theirs(
 @pytest.mark.hazard("S1")
 @every_way
 def test_a_pending_shift_is_applied_before_a_sequence_is_taken(
-    way: Way, make_context: ContextFactory, tmp_path: Path
+    way: Way, make_context: Make, tmp_path: Path
 ) -> None:
     ctx, other = make_context("llama"), make_context("llama")
     ctx.decode(WORDS[:20])
@@ -179,7 +171,7 @@ def test_a_pending_shift_is_applied_before_a_sequence_is_taken(
 @pytest.mark.hazard("S2", "S3")
 @every_way
 def test_a_pending_stream_copy_is_applied_and_overwrites_nothing(
-    way: Way, make_context: ContextFactory, fresh_logits: FreshLogits, tmp_path: Path
+    way: Way, make_context: Make, fresh_logits: Fresh, tmp_path: Path
 ) -> None:
     ctx = make_context("llama", kv_unified=False, n_ctx=1024)
     ctx.decode(WORDS[:20])
@@ -198,7 +190,7 @@ def test_a_pending_stream_copy_is_applied_and_overwrites_nothing(
 @pytest.mark.parametrize("name", ["llama", "gemma3", "jamba"])
 @every_sequence
 def test_a_sequence_that_finds_no_room_changes_nothing(
-    way: Way, name: str, make_context: ContextFactory, tmp_path: Path
+    way: Way, name: str, make_context: Make, tmp_path: Path
 ) -> None:
     source, target = make_context(name), make_context(name)
     source.decode(WORDS[:100])
@@ -217,7 +209,7 @@ def test_a_sequence_that_finds_no_room_changes_nothing(
 @pytest.mark.hazard("S4", "S6")
 @every_sequence
 def test_sequences_that_a_context_lacks_are_refused(
-    way: Way, make_context: ContextFactory, tmp_path: Path
+    way: Way, make_context: Make, tmp_path: Path
 ) -> None:
     ctx = make_context("llama", n_seq_max=2)
     ctx.decode(WORDS[:12])
@@ -238,9 +230,7 @@ def test_sequences_that_a_context_lacks_are_refused(
 @pytest.mark.hazard("S13")
 @pytest.mark.skipif(os.name == "nt", reason="pipes and devices of POSIX")
 @pytest.mark.parametrize("way", FILES, ids=str)
-def test_files_that_cannot_be_read_or_written(
-    way: Way, make_context: ContextFactory, tmp_path: Path
-) -> None:
+def test_files_that_cannot_be_read_or_written(way: Way, make_context: Make, tmp_path: Path) -> None:
     """A pipe would wait for ever; a rename would put a file in the place of a device."""
     ctx = make_context("llama")
     ctx.decode(WORDS[:12])
@@ -270,7 +260,7 @@ def test_files_that_cannot_be_read_or_written(
 
 @every_way
 def test_a_closed_context_raises_closed_error_before_any_other(
-    way: Way, make_context: ContextFactory, tmp_path: Path
+    way: Way, make_context: Make, tmp_path: Path
 ) -> None:
     ctx, fresh = make_context("llama"), make_context("llama")
     ctx.decode(WORDS[:5])

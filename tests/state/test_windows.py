@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
-from memory.kit import CASES, Case, Logits, apart
+from memory.kit import CASES, Case, Fresh, Logits, Make, apart
 from pykvcache import CheckpointPolicy, LlamaContext, LlamaSequence
 from pykvcache.errors import ArgumentError
 from state.block_kit import parts_of
 from state.kit import WORDS, next_logits
 from state.partial_kit import LONG, MakeBench
 from support.models import RIGHT
-
-if TYPE_CHECKING:
-    from conftest import ContextFactory, FreshLogits
 
 WINDOWED = [c for c in CASES if c.info.n_swa and c.has_states]
 CUT = [c for c in WINDOWED if not c.info.has_recurrent_state]
@@ -141,7 +138,7 @@ def in_window(ctx: LlamaContext, seq_id: int) -> set[int]:
 @pytest.mark.hazard("N51")
 @pytest.mark.parametrize("name", ["gemma3", "lfm2_swa"])
 def test_a_restore_reuses_only_window_cells_that_no_next_token_sees(
-    name: str, make_context: ContextFactory, fresh_logits: FreshLogits
+    name: str, make_context: Make, fresh_logits: Fresh
 ) -> None:
     """A full window cache gives up cells that the next token of their owner does not see."""
     ctx = make_context(name, n_ctx=1024, n_seq_max=3, n_ubatch=32, swa_full=False)
@@ -171,7 +168,7 @@ CHUNK, END = 8192, 8300
 
 @pytest.mark.slow
 @pytest.mark.parametrize("swa_full", [True, False])
-def test_a_chunk_is_all_that_is_needed(swa_full: bool, make_context: ContextFactory) -> None:
+def test_a_chunk_is_all_that_is_needed(swa_full: bool, make_context: Make) -> None:
     options = {"n_ctx": 9216, "n_seq_max": 2, "n_ubatch": 256}
     tokens = np.random.default_rng(4).integers(5, 300, END + 3, dtype=np.int32)
     first = make_context("llama4", **options, swa_full=swa_full)

@@ -85,20 +85,57 @@ class _RingCache(PairCache):
             copied._index -= n
         return copied
 
-    def _room(self) -> None:
-        """Raise `CacheValueError` if the ring cannot hold a token."""
-        if self._max_size == 0:
+    @property
+    def _kept(self) -> int:
+        """Number of first columns that are never overwritten."""
+        return 0
+
+    @property
+    def _columns_kept(self) -> int:
+        """Number of columns that stay if several are added."""
+        return max(self._max_size - 1, 0)
+
+    @property
+    def _column(self) -> int:
+        """The column of a full ring that a single new one replaces."""
+        return self._index if self._index < self._max_size else self._kept
+
+    def _put(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
+        """Store checked arrays; return views of the columns that they attend to."""
+        pair, limit, n = self._pair, self._max_size, keys.shape[2]
+        if limit == 0:
             message = f"a {type(self).__name__} of max_size 0 cannot hold a token"
             raise CacheValueError(message, "max_size", 0, 1)
+        if n == 1 and pair.length >= limit:
+            if pair.length > limit:
+                self._pair = pair = self._ordered(pair.length - limit)
+                self._index = limit
+            if values.base is not None:
+                values = values.copy()  # may be a view of the keys, which are written first
+            column = self._index if self._index < limit else self._kept
+            # The column already has the arrays' dtype and shape.
+            pair.k_rows[column] = keys
+            pair.v_rows[column] = values
+            self._index = column + 1
+            self._offset += 1
+            return pair.view()
+        surplus = pair.length - self._columns_kept if n > 1 else 0
+        if surplus > 0:
+            self._pair = pair = self._ordered(surplus, (keys, values))
+        else:
+            pair.put(keys, values, limit, exact=n > 1)
+        self._index = pair.length
+        self._offset += n
+        return pair.view()
 
-    def _ordered(self, keep: int = 0, drop: int = 0, more: Arrays | None = None) -> TokenPair:
+    def _ordered(self, drop: int = 0, more: Arrays | None = None) -> TokenPair:
         """Return the columns in order of age, in buffers without spare room.
 
-        The ring does not overwrite the first `keep` columns. Omits the `drop` oldest ones after
-        them, and appends `more`, keys and values.
+        Omits the `drop` oldest ones after those that the ring keeps, and appends `more`, keys
+        and values.
         """
         pair, index, rows = self._pair, self._index, self._pair.length
-        keep = min(keep, rows)
+        keep = min(self._kept, rows)
         in_old = min(drop, rows - index)
         pieces = (0, keep), (index + in_old, rows), (keep + drop - in_old, index)
         made = []
@@ -108,17 +145,6 @@ class _RingCache(PairCache):
                 parts.append(more[i])
             made.append(joined(parts) if parts else buffer[:, :, :0].copy())
         return TokenPair(*made)
-
-    def _overwrite(self, column: int, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
-        """Overwrite a column with checked arrays of one token; return views of all columns."""
-        if values.base is not None:
-            values = values.copy()  # may be a view of the keys, which are written first
-            # The column already has the arrays' dtype and shape.
-        self._pair.k_rows[column] = keys
-        self._pair.v_rows[column] = values
-        self._index = column + 1
-        self._offset += 1
-        return self._pair.view()
 
 
 class RotatingKVCache(_RingCache):
@@ -152,7 +178,7 @@ class RotatingKVCache(_RingCache):
 
     @property
     def _kept(self) -> int:
-        return min(self._keep, max(self._max_size - 1, 0))
+        return min(self._keep, self._columns_kept)
 
     def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
         """Store new tokens; return views of the tokens that they attend to.
@@ -161,24 +187,8 @@ class RotatingKVCache(_RingCache):
         age: up to ``max_size - 1`` old tokens and the new ones. Errors as in `KVCache.update`,
         and ``CacheValueError`` for a ring of size 0.
         """
-        self._room()
-        pair, limit = self._pair, self._max_size
-        keys, values = pair.check(keys, values)
-        n = keys.shape[2]
-        surplus = pair.length + 1 - limit
-        if n == 1 and surplus > 0:
-            row = self._index
-            if surplus > 1:
-                self._pair = self._ordered(self._kept, surplus - 1)
-                row = limit
-            return self._overwrite(self._kept if row == limit else row, keys, values)
-        if surplus <= 0:
-            pair.put(keys, values, limit, exact=n > 1)
-        else:
-            self._pair = self._ordered(self._kept, surplus, (keys, values))
-        self._index = self._pair.length
-        self._offset += n
-        return self._pair.view()
+        keys, values = self._pair.check(keys, values)
+        return self._put(keys, values)
 
     def make_mask(
         self, n: SupportsIndex, window_size: SupportsIndex | None = None, return_array: bool = False
@@ -192,7 +202,7 @@ class RotatingKVCache(_RingCache):
         n = as_int("n", n, minimum=1)
         window = None if window_size is None else as_int("window_size", window_size, minimum=1)
         limit = self._max_size
-        before = min(self._pair.length, max(limit - 1, 0))
+        before = min(self._pair.length, self._columns_kept)
         if n > 1 and not return_array and before + n <= (limit if window is None else window):
             return "causal"
         if n == 1 and (window is None or window >= limit or self._offset < window):
@@ -206,8 +216,7 @@ class RotatingKVCache(_RingCache):
         row: NDArray[np.bool_] = mask[0]
         if self._pair.length >= limit:
             # The new token replaces the oldest one after the kept ones.
-            place = self._index if self._index < limit else self._kept
-            row[self._kept :] = np.roll(row[self._kept :], place - self._kept + 1)
+            row[self._kept :] = np.roll(row[self._kept :], self._column - self._kept + 1)
         return row
 
     @classmethod
@@ -255,7 +264,7 @@ class RotatingKVCache(_RingCache):
         """Return the newest `max_size` tokens in order of age."""
         if self.is_empty():
             return TokenPair()
-        return self._ordered(self._kept, max(self._pair.length - self._max_size, 0))
+        return self._ordered(max(self._pair.length - self._max_size, 0))
 
 
 class BatchRotatingKVCache(BatchCache, _RingCache):
@@ -279,9 +288,8 @@ class BatchRotatingKVCache(BatchCache, _RingCache):
         self._set_rows(padding, -padding)
 
     def _set_rows(self, padding: Rows, row_offset: Rows) -> None:
-        # Stored without the columns that left the ring (`_gone`) and those seen (`_offset`), so
-        # that a new column changes two integers instead of two arrays.
-        self._padding, self._gone = padding, 0
+        # Stored relative to the columns seen, so that a new one changes no array.
+        self._padding = padding + (self._offset - self._pair.length)
         self._shift: Rows = row_offset - self._offset
 
     @property
@@ -302,45 +310,19 @@ class BatchRotatingKVCache(BatchCache, _RingCache):
         CacheOrderError
             A single column while right padding is not finalized.
         """
-        pair, limit = self._pair, self._max_size
-        keys, values = pair.check(keys, values)
+        keys, values = self._pair.check(keys, values)
         # `check` has already compared the number of rows with stored columns.
-        if not pair.length:
+        if not self._pair.length:
             check_size("rows of keys", keys.shape[0], self.batch_size)
-        self._room()
-        if keys.shape[2] > 1:
-            return self._put_several(keys, values)
         if self._pending is not None:
-            self._refuse_pending("decoding with a BatchRotatingKVCache")
-        surplus = pair.length - limit
-        if surplus < 0:
-            pair.put(keys, values, limit)
-            self._index = pair.length
-            self._offset += 1
-            return pair.view()
-        if surplus:
-            self._pair = self._ordered(drop=surplus)
-        self._gone += surplus + 1
-        column = 0 if surplus or self._index == limit else self._index
-        return self._overwrite(column, keys, values)
-
-    def _put_several(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
-        # Move right padding of earlier updates to the left, so that it is dropped before
-        # tokens.
-        self._roll_padding()
-        surplus = self._pair.length - self._columns_kept
-        if surplus > 0:
-            self._pair = self._ordered(drop=surplus, more=(keys, values))
-            self._gone += surplus
-        else:
-            self._pair.put(keys, values, self._max_size, exact=True)
-        self._index = self._pair.length
-        self._offset += keys.shape[2]
-        return self._pair.view()
+            if keys.shape[2] == 1:
+                self._refuse_pending("decoding with a BatchRotatingKVCache")
+            # Right padding of earlier updates moves to the left, to be dropped before tokens.
+            self._roll_padding()
+        return self._put(keys, values)
 
     @property
     def _columns_kept(self) -> int:
-        """Return the number of columns that stay if several are added."""
         # In a ring of size 1, a row that gets only padding must keep its last token.
         return max(self._max_size - 1, 0 if self._pending is None else 1)
 
@@ -400,8 +382,7 @@ class BatchRotatingKVCache(BatchCache, _RingCache):
         padding = np.maximum(self.left_padding + self._overrun() - (self._pair.count - before), 0)
         mask = create_causal_mask(n, before, window, left_padding=padding)
         if n == 1 and self._pair.count >= limit:
-            column = self._index if self._index < limit else 0
-            mask = np.roll(mask, column + 1, axis=-1)
+            mask = np.roll(mask, self._column + 1, axis=-1)
         return mask
 
     def filter(self, batch_indices: Counts) -> None:
@@ -409,7 +390,7 @@ class BatchRotatingKVCache(BatchCache, _RingCache):
         rows = row_indices(batch_indices, self.batch_size)
         if self._pair.count:
             self._pair = self._pair.take(rows)
-        self._set_rows(self.left_padding[rows], self.rope_offset[rows])
+        self._padding, self._shift = self._padding[rows], self._shift[rows]
         if self._pending is not None:
             self._pending = self._pending[rows]
 
@@ -456,11 +437,12 @@ class BatchRotatingKVCache(BatchCache, _RingCache):
             raise NotSupported("a batch cannot keep the first tokens of its rows", "keep", keep, 0)
         newest = [cache._newest() for cache in caches]
         together = right_justified([(1, pair) for pair in newest])
-        batch = cls(caches[0].max_size, [together.count - pair.count for pair in newest])
+        padding = np.array([together.count - pair.count for pair in newest], np.int64)
+        batch = cls(caches[0].max_size, padding)
         batch._pair, batch._index = together, together.length
         row_offset = np.array([cache.offset for cache in caches], np.int64)
         batch._offset = int(row_offset.max())
-        batch._set_rows(batch.left_padding, row_offset)
+        batch._set_rows(padding, row_offset)
         return batch
 
     def _set_state(self, pair: TokenPair, padding: Rows, row_offset: Rows) -> None:

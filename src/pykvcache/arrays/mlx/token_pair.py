@@ -389,9 +389,8 @@ class PairCache(BaseCache):
 class BatchCache(PairCache):
     """Rows of several sequences, padded on the left; a base class."""
 
-    # Left padding of each row, and how many of its columns have left a ring.
+    # Left padding of each row, counted from the first column seen.
     _padding: Rows
-    _gone = 0
     _signed = False  # whether a state's padding may be negative
     # Announced right padding, or what says where it is; None if there is none.
     _pending: Rows | None = None
@@ -399,7 +398,7 @@ class BatchCache(PairCache):
     @property
     def left_padding(self) -> Rows:
         """Columns of each row without a token, counted from the oldest one, a copy."""
-        return np.maximum(self._padding - self._gone, 0) if self._gone else self._padding.copy()
+        return np.maximum(self._padding - (self.offset - self._pair.count), 0)
 
     @property
     def batch_size(self) -> int:

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_support import feed, kv, pickled, snapshot, tokens_in
 
@@ -377,6 +377,7 @@ def test_a_batch_is_lists(lengths: list[int], calls: list[tuple[Any, ...]]) -> N
 
 @settings(max_examples=examples(250), deadline=None)
 @given(lengths=LENGTHS, limit=st.integers(1, 9), calls=BATCH_CALLS)
+@example(lengths=[1, 1, 1], limit=1, calls=[("right_padded", [0, 0, 2], 2, False)])
 def test_a_batch_of_rings_is_the_ends_of_lists(
     lengths: list[int], limit: int, calls: list[tuple[Any, ...]]
 ) -> None:

@@ -109,7 +109,6 @@ class _RingCache(PairCache):
         if n == 1 and pair.length >= limit:
             if pair.length > limit:
                 self._pair = pair = self._ordered(pair.length - limit)
-                self._index = limit
             if values.base is not None:
                 values = values.copy()  # may be a view of the keys, which are written first
             column = self._index if self._index < limit else self._kept

@@ -35,17 +35,10 @@ class CausalCache(OllamaCache):
     (their head sizes may differ); mask ``(rows, history)``, 0 where a row sees a cell and -inf
     elsewhere.
 
-    Behaves like Ollama's ``kvcache.Causal``, except:
-
-    - Invalid arguments and calls out of order raise; Ollama panics or does not check.
-    - `KvCacheFull`, a refused ``remove`` and a raising `shift_fn` leave the cache unchanged; in
-      Ollama the window has moved, cells were moved or positions changed.
-    - Defragmenting keeps positions with their data (Ollama swaps the positions of two cells that
-      move as neighbours), and moves runs of any length at once.
-    - ``copy_prefix(s, s, n)`` keeps the first `n` positions; Ollama wipes the sequence.
-
-    ``copy.copy`` and ``copy.deepcopy`` make an independent cache with the same `shift_fn`.
-    As in Ollama, a position stored twice in a sequence is two visible tokens.
+    Modelled on Ollama's ``kvcache.Causal``; docs/array-caches.md lists the differences.
+    ``copy_prefix(s, s, n)`` keeps the first `n` positions. A position stored twice in a sequence
+    is two visible tokens. ``copy.copy`` and ``copy.deepcopy`` make an independent cache with the
+    same `shift_fn`.
 
     Parameters
     ----------
@@ -68,8 +61,7 @@ class CausalCache(OllamaCache):
 
     ``remove`` from the middle decreases later positions and rotates their keys to match, at most
     `max_batch` cells at once. It refuses if the next token would attend to tokens that the sliding
-    window has dropped (Ollama does not check). All keys are computed before any is stored, which
-    needs memory for all shifted keys.
+    window has dropped. All keys are computed before any is stored, which needs memory for them.
     """
 
     # Set by subclasses, in tokens; UNLIMITED and 0 mean no limit.

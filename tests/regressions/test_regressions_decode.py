@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from binding.kit import differ, words
-from pykvcache import KvCacheError, LlamaBatch, LlamaContext
+from binding.kit import words
+from memory.kit import Fresh, Load, Make, apart
+from pykvcache import KvCacheError, LlamaBatch
 from pykvcache.errors import (
     DecodeError,
     InvalidBatch,
     NoKvCacheSlot,
 )
 from support.models import RIGHT
-
-MakeContext = Callable[..., LlamaContext]
-Fresh = Callable[..., NDArray[np.float32]]
 
 
 def two(a: int, b: int) -> LlamaBatch:
@@ -37,7 +32,7 @@ def two(a: int, b: int) -> LlamaBatch:
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mamba", "jamba", "lfm2_swa"])
 def test_pooled_embeddings_of_unequal_sequences(
-    make_context: MakeContext, name: str, pooling: str, unified: bool
+    make_context: Make, name: str, pooling: str, unified: bool
 ) -> None:
     options: dict[str, Any] = {"embeddings": True, "pooling_type": pooling, "n_seq_max": 2}
     ctx = make_context(name, kv_unified=unified, **options)
@@ -49,14 +44,14 @@ def test_pooled_embeddings_of_unequal_sequences(
     for seq, n in ((0, 9), (1, 4)):
         alone = make_context(name, **options)
         alone.decode(words(n, seq + 1))
-        assert differ(ctx.seq_embeddings(seq), alone.seq_embeddings()) < RIGHT
+        assert apart(ctx.seq_embeddings(seq), alone.seq_embeddings()) < RIGHT
 
 
 @pytest.mark.hazard("N4")
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "jamba", "lfm2_swa"])
 def test_non_causal_sequences_of_unequal_length(
-    make_context: MakeContext, name: str, unified: bool
+    make_context: Make, name: str, unified: bool
 ) -> None:
     options: dict[str, Any] = {"attention_type": "non_causal", "n_seq_max": 2}
     ctx = make_context(name, kv_unified=unified, **options)
@@ -70,12 +65,12 @@ def test_non_causal_sequences_of_unequal_length(
     one.add_sequence(words(9, 1), 0, True)
     alone.decode(one)
     for i in range(9):
-        assert differ(ctx.logits(i), alone.logits(i)) < RIGHT
+        assert apart(ctx.logits(i), alone.logits(i)) < RIGHT
 
 
 @pytest.mark.hazard("N8")
 def test_resting_sequence_whose_window_cells_are_all_recycled(
-    make_context: MakeContext, fresh_logits: Fresh, model: Callable[..., Any]
+    make_context: Make, fresh_logits: Fresh, model: Load
 ) -> None:
     # The window's cache alone would say that the sequence is empty (as with chunked windows).
     tiny = model("gemma3", n_swa=1)
@@ -87,7 +82,7 @@ def test_resting_sequence_whose_window_cells_are_all_recycled(
     assert ctx.can_resume(1, 10)
     ctx.decode([7], seq_id=1)
     wanted = fresh_logits(tiny, [*words(10, 1), 7], swa_full=False)
-    assert differ(ctx.logits(), wanted) < 5 * RIGHT
+    assert apart(ctx.logits(), wanted) < 5 * RIGHT
 
 
 @pytest.mark.hazard("N3")
@@ -99,7 +94,7 @@ def test_resting_sequence_whose_window_cells_are_all_recycled(
     ],
 )
 def test_unequal_sequences_in_one_batch_keep_their_windows(
-    make_context: MakeContext, fresh_logits: Fresh, name: str, seed: int, options: dict[str, Any]
+    make_context: Make, fresh_logits: Fresh, name: str, seed: int, options: dict[str, Any]
 ) -> None:
     rng = random.Random(seed)
     room = 32
@@ -128,7 +123,7 @@ def test_unequal_sequences_in_one_batch_keep_their_windows(
                 continue
             for seq, tokens, last in used:
                 held[seq] += tokens.tolist()
-                assert differ(ctx.logits(last), fresh_logits(name, held[seq])) < 10 * RIGHT
+                assert apart(ctx.logits(last), fresh_logits(name, held[seq])) < 10 * RIGHT
         elif choice < 0.92:
             seq = rng.randrange(len(held))
             ctx.clear_kv_cache_seq(seq)
@@ -140,7 +135,7 @@ def test_unequal_sequences_in_one_batch_keep_their_windows(
 
 
 def test_a_state_that_has_no_room_beside_forks_breaks_nothing(
-    make_context: MakeContext,
+    make_context: Make,
 ) -> None:
     """Cells that forks share stay taken when the sequence leaves them.
 
@@ -170,7 +165,7 @@ def test_a_state_that_has_no_room_beside_forks_breaks_nothing(
 
 
 @pytest.mark.hazard("N5")
-def test_copy_between_sequences_of_different_inputs_cannot_go_on(make_context: MakeContext) -> None:
+def test_copy_between_sequences_of_different_inputs_cannot_go_on(make_context: Make) -> None:
     ctx = make_context("t5")
     ctx.clear_kv_cache()
     batch = LlamaBatch()
@@ -185,7 +180,7 @@ def test_copy_between_sequences_of_different_inputs_cannot_go_on(make_context: M
 
 
 @pytest.mark.hazard("N7")
-def test_encoding_leaves_no_logits(make_context: MakeContext) -> None:
+def test_encoding_leaves_no_logits(make_context: Make) -> None:
     ctx = make_context("t5")
     for _ in range(2):  # the second time the rows of a decode are still in the buffer
         with pytest.raises((IndexError, KvCacheError)):

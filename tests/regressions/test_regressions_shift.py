@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from memory.kit import apart
 from pykvcache import LlamaBatch, LlamaContext, LlamaModel
 from pykvcache.errors import UnsupportedOperation
+from state.kit import next_logits
 from support.blueprint import norm
 from support.models import EXACT, MODELS, RIGHT, make_model, write_gguf
 
@@ -45,7 +47,7 @@ def test_yarn_does_not_stretch_the_keys_with_each_shift(model_folder: Path, time
     after = [np.linalg.norm(layer.keys, axis=-1) for layer in ctx.kv(0).layers]
     assert np.allclose(before, after, rtol=1e-5)
     moved, fresh = shifted_and_fresh(model, **options)
-    assert np.abs(moved.logits() - fresh.logits()).max() < RIGHT
+    assert apart(moved.logits(), fresh.logits()) < RIGHT
 
 
 @pytest.mark.hazard("N21")
@@ -85,7 +87,7 @@ def partly_rotated(folder: Path) -> Path:
 def test_partly_rotated_keys_are_moved_rightly_or_not_at_all(tmp_path: Path) -> None:
     model = LlamaModel(partly_rotated(tmp_path))
     moved, fresh = shifted_and_fresh(model)
-    assert np.abs(moved.logits() - fresh.logits()).max() < RIGHT
+    assert apart(moved.logits(), fresh.logits()) < RIGHT
     # The matrix has 128 columns and mixes what is rotated with what is not.
     ctx = LlamaContext(model, n_ctx=256, n_threads=1, type_k="q8_0")
     ctx.decode(WORDS)
@@ -119,11 +121,7 @@ def test_layers_that_the_graph_does_not_rotate_are_not_rotated_by_a_shift(tmp_pa
     ctx.write_kv(replace(plain, positions=plain.positions + BY), 1)
     fresh = LlamaContext(ctx.model, n_ctx=256, n_threads=1, **EXACT)
     fresh.decode(LlamaBatch.from_arrays(WORDS, np.arange(BY, BY + len(WORDS), dtype=np.int32), 0))
-    logits = []
-    for one, seq_id in ((ctx, 1), (fresh, 0)):
-        one.decode([9], seq_id=seq_id)
-        logits.append(one.logits())
-    assert np.abs(logits[0] - logits[1]).max() < RIGHT
+    assert apart(next_logits(ctx, 1), next_logits(fresh)) < RIGHT
 
 
 def hunyuan(folder: Path) -> Path:
@@ -152,8 +150,4 @@ def test_keys_that_were_weighed_after_their_rotation_are_not_moved(tmp_path: Pat
     with pytest.raises(UnsupportedOperation, match="not known"):
         ctx.write_kv(replace(arrays, rope=False), 1)
     ctx.write_kv(arrays, 1)
-    logits = []
-    for seq_id in (0, 1):
-        ctx.decode([9], seq_id=seq_id)
-        logits.append(ctx.logits())
-    assert np.abs(logits[0] - logits[1]).max() < RIGHT
+    assert apart(next_logits(ctx, 0), next_logits(ctx, 1)) < RIGHT

@@ -15,6 +15,7 @@ import pytest
 from kv.kit import different
 from pykvcache import LlamaBatch, LlamaContext, LlamaModel, devices
 from pykvcache.errors import UnsupportedOperation
+from state.kit import next_logits
 from support.models import EXACT, MODELS, make_model
 
 WORDS = np.random.default_rng(5).integers(5, 250, 48).astype(np.int32)
@@ -66,23 +67,10 @@ def bench(model_folder: Path) -> Iterator[Bench]:
         one.close()
 
 
-def next_logits(ctx: LlamaContext, seq_id: int = 0) -> np.ndarray[Any, Any]:
-    ctx.decode([9], seq_id=seq_id)
-    return ctx.logits()
-
-
 def near(a: Any, b: Any, share: float = 1e-3) -> bool:
     """Equal but for what other kernels round: a wrong rotation is a third of the spread off."""
     a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
     return bool(np.abs(a - b).max(initial=0) <= share * (np.ptp(b) + 1) if b.size else a.size == 0)
-
-
-def has_states(name: str) -> bool:
-    return MODELS[name].has_states
-
-
-def has_arrays(name: str) -> bool:
-    return MODELS[name].has_arrays
 
 
 @pytest.mark.hazard("N50")
@@ -93,7 +81,7 @@ def test_the_rotation_of_keys_is_read(name: str, layers: int, bench: Bench) -> N
     for layer in range(ctx.model.n_layer):
         np.testing.assert_equal(ctx.native.rope_settings(layer), cpu.native.rope_settings(layer))
     assert ctx.kv_cache_can_shift() == cpu.kv_cache_can_shift()
-    if not has_arrays(name):
+    if not MODELS[name].has_arrays:
         return
     for one in (ctx, cpu):
         one.decode(WORDS)
@@ -121,14 +109,14 @@ def test_shifted_keys_are_those_computed_there(name: str, layers: int, bench: Be
 def test_states_and_arrays_go_out_and_in(name: str, layers: int, bench: Bench) -> None:
     ctx = bench(name, layers)
     ctx.decode(WORDS)
-    if not has_states(name):
+    if not MODELS[name].has_states:
         with pytest.raises(UnsupportedOperation):
             ctx.get_state(0)
         return
     state, saved, whole = ctx.get_state(0), ctx.sequence_state(0, WORDS), ctx.get_state()
     ctx.set_state(state, 1)
     ctx.restore_sequence(saved, 2)
-    if has_arrays(name):
+    if MODELS[name].has_arrays:
         assert different(ctx.kv(1), ctx.kv(0)) == []
         ctx.write_kv(ctx.kv(0), 3)
     else:

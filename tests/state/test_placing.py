@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memory.kit import Fresh, Make
+from memory.kit import Fresh, Make, apart
 from pykvcache import LlamaContext
 from pykvcache.errors import NoKvCacheSlot
 from state.kit import WORDS, next_logits
@@ -110,7 +110,7 @@ def test_restoring_over_any_contents(
         for one in (ctx, other):  # room for one more
             for t in range(s):
                 one.clear_kv_cache_seq(t)
-        assert np.abs(next_logits(ctx, s) - next_logits(other, s)).max() < 30 * RIGHT
+        assert apart(next_logits(ctx, s), next_logits(other, s)) < 30 * RIGHT
     for s in range(4):
         ctx.clear_kv_cache_seq(s)
     assert ctx.n_cells_used == 0
@@ -149,7 +149,7 @@ def test_holes_are_filled_where_a_run_would_make_the_cache_longer(
     assert cells_of(ctx, 3) == list(range(119, 169))
     for n, seq in ((50, 3), (60, 1)):
         want = fresh_logits("llama", [*WORDS[:n], 9], **options)
-        assert np.abs(next_logits(ctx, seq) - want).max() < (30 if options else 1) * RIGHT
+        assert apart(next_logits(ctx, seq), want) < (30 if options else 1) * RIGHT
 
 
 def test_a_sequence_is_restored_in_place(make_context: Make) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memory.kit import Fresh, Load, Make
+from memory.kit import Fresh, Load, Make, apart
 from pykvcache import LlamaBatch, LlamaContext
 from state.kit import WORDS, cells_of, next_logits
 from support.models import RIGHT, make_model
@@ -66,11 +66,11 @@ def test_two_threads_do_what_one_does(
             assert ctx.sequence_state(seq).to_bytes() == content
             assert cells_of(ctx, 3) == kept
         got = next_logits(two, seq)
-        assert np.abs(got - next_logits(one, seq)).max() < RIGHT
+        assert apart(got, next_logits(one, seq)) < RIGHT
         # Flash attention computes in an order that depends on the cells.
         if "flash_attn" not in options:
             want = fresh_logits(model(name, **WIDE), [*WORDS, 9], **({"n_ctx": 1024} | options))
-            assert np.abs(got - want).max() < RIGHT
+            assert apart(got, want) < RIGHT
 
 
 def test_scattered_cells(make_context: Make, model: Load) -> None:

@@ -19,6 +19,8 @@ from pykvcache.serve import Defaults, Models, make_app  # noqa: E402
 
 TEMPLATES = Path(__file__).parents[2] / "vendor/llama.cpp/models/templates"
 
+CHAT = "/v1/chat/completions"
+MESSAGES: list[Any] = [{"role": "user", "content": "Lucy has a red kite. Tom is a baker."}]
 KEYS = {"key-of-ann": "ann", "key-of-bob": "bob"}
 
 

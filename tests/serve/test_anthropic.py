@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-MESSAGES = [{"role": "user", "content": "Lucy has a red kite. Tom is a baker."}]
+from serve.conftest import MESSAGES
+
 SYSTEM = "This is a story about Lucy and Tom, who live by the sea. Ben works at the mill. "
 
 

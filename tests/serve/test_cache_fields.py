@@ -17,10 +17,9 @@ from pykvcache.serve import Responses  # noqa: E402
 from pykvcache.serve.engine import Engine  # noqa: E402
 from pykvcache.serve.pins import PinBoard  # noqa: E402
 from pykvcache.serve.prompts import chat_prompt  # noqa: E402
-from serve.conftest import KEYS  # noqa: E402
+from serve.conftest import CHAT, KEYS  # noqa: E402
 from support.models import make_model  # noqa: E402
 
-CHAT = "/v1/chat/completions"
 STORY = "The sea is blue and the mill is old. Ben works there with Tom and his brown dog. " * 4
 BREAK = {"prompt_cache_breakpoint": {"mode": "explicit", "ttl": "12h"}}
 

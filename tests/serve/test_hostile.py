@@ -19,10 +19,8 @@ httpx = pytest.importorskip("httpx")
 
 from pykvcache.serve import http as serve_http  # noqa: E402
 from pykvcache.serve import server  # noqa: E402
-from serve.conftest import KEYS  # noqa: E402
+from serve.conftest import CHAT, KEYS, MESSAGES  # noqa: E402
 
-CHAT = "/v1/chat/completions"
-MESSAGES = [{"role": "user", "content": "Lucy has a red kite. Tom is a baker."}]
 DEEP = b"[" * 100_000 + b"]" * 100_000
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 

@@ -25,9 +25,7 @@ from pykvcache.errors import ArgumentError  # noqa: E402
 from pykvcache.sampling import SETTINGS  # noqa: E402
 from pykvcache.serve.prompts import sampler_of  # noqa: E402
 from pykvcache.serve.schemas import CompletionRequest, ResponseRequest  # noqa: E402
-
-CHAT = "/v1/chat/completions"
-MESSAGES = [{"role": "user", "content": "Lucy has a red kite. Tom is a baker."}]
+from serve.conftest import CHAT, MESSAGES  # noqa: E402
 
 BAD = [
     (b"{", 400, None),

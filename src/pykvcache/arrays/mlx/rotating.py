@@ -34,7 +34,7 @@ from pykvcache.arrays.mlx.token_pair import (
 from pykvcache.errors import CacheValueError, NotSupported, shown
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    pass
 
 __all__ = ["BatchRotatingKVCache", "RotatingKVCache"]
 
@@ -45,13 +45,13 @@ class _RingCache(PairCache):
     def __init__(self, max_size: SupportsIndex) -> None:
         super().__init__()
         self._max_size = as_int("max_size", max_size, minimum=0, maximum=LARGEST_SIZE)
-        self._offset = 0
-        self._index = 0  # next column to write; the number of columns unless rotated
+        self._dropped = 0  # columns that have left the ring
+        self._head = 0  # next column to overwrite once the ring is rotated, else 0
 
     @property
     def offset(self) -> int:
         """Number of columns seen so far, which is the position of the next one."""
-        return self._offset
+        return self._dropped + self._pair.length
 
     @property
     def max_size(self) -> int:
@@ -61,7 +61,12 @@ class _RingCache(PairCache):
     @property
     def rotated(self) -> bool:
         """Whether the columns are not in order of age."""
-        return self._index < self._pair.length
+        return self._head > 0
+
+    @property
+    def _index(self) -> int:
+        """Next column to write, as in mlx-lm: the number of columns unless rotated."""
+        return self._head or self._pair.length
 
     def size(self) -> int:
         """Return the number of valid columns, at most `max_size`."""
@@ -69,21 +74,7 @@ class _RingCache(PairCache):
 
     def is_trimmable(self) -> bool:
         """Return whether nothing was dropped yet."""
-        return self._offset < self._max_size
-
-    def trim(self, n: SupportsIndex) -> int:
-        """Drop the newest `n` columns, or all if fewer; return the number, 0 if not trimmable."""
-        dropped = super().trim(n)
-        self._offset -= dropped
-        self._index -= dropped
-        return dropped
-
-    def _copied(self, n: int = 0) -> Self | None:
-        copied = super()._copied(n)
-        if copied is not None:
-            copied._offset -= n
-            copied._index -= n
-        return copied
+        return self.offset < self._max_size
 
     @property
     def _kept(self) -> int:
@@ -95,11 +86,6 @@ class _RingCache(PairCache):
         """Number of columns that stay if several are added."""
         return max(self._max_size - 1, 0)
 
-    @property
-    def _column(self) -> int:
-        """The column of a full ring that a single new one replaces."""
-        return self._index if self._index < self._max_size else self._kept
-
     def _put(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
         """Store checked arrays; return views of the columns that they attend to."""
         pair, limit, n = self._pair, self._max_size, keys.shape[2]
@@ -107,24 +93,24 @@ class _RingCache(PairCache):
             message = f"a {type(self).__name__} of max_size 0 cannot hold a token"
             raise CacheValueError(message, "max_size", 0, 1)
         if n == 1 and pair.length >= limit:
-            if pair.length > limit:
-                self._pair = pair = self._ordered(pair.length - limit)
+            surplus = pair.length - limit
+            if surplus:
+                self._pair = pair = self._ordered(surplus)
             if values.base is not None:
                 values = values.copy()  # may be a view of the keys, which are written first
-            column = self._index if self._index < limit else self._kept
+            column = self._head or self._kept
             # The column already has the arrays' dtype and shape.
             pair.k_rows[column] = keys
             pair.v_rows[column] = values
-            self._index = column + 1
-            self._offset += 1
+            self._head = (column + 1) % limit
+            self._dropped += surplus + 1
             return pair.view()
         surplus = pair.length - self._columns_kept if n > 1 else 0
         if surplus > 0:
             self._pair = pair = self._ordered(surplus, (keys, values))
+            self._dropped, self._head = self._dropped + surplus, 0
         else:
             pair.put(keys, values, limit, exact=n > 1)
-        self._index = pair.length
-        self._offset += n
         return pair.view()
 
     def _ordered(self, drop: int = 0, more: Arrays | None = None) -> TokenPair:
@@ -204,7 +190,7 @@ class RotatingKVCache(_RingCache):
         before = min(self._pair.length, self._columns_kept)
         if n > 1 and not return_array and before + n <= (limit if window is None else window):
             return "causal"
-        if n == 1 and (window is None or window >= limit or self._offset < window):
+        if n == 1 and (window is None or window >= limit or self.offset < window):
             return None
         # The ring makes room for one token; the others are added.
         mask = create_causal_mask(n, before, max(limit, 1) if window is None else window)
@@ -215,7 +201,8 @@ class RotatingKVCache(_RingCache):
         row: NDArray[np.bool_] = mask[0]
         if self._pair.length >= limit:
             # The new token replaces the oldest one after the kept ones.
-            row[self._kept :] = np.roll(row[self._kept :], self._column - self._kept + 1)
+            place = self._head or self._kept
+            row[self._kept :] = np.roll(row[self._kept :], place - self._kept + 1)
         return row
 
     @classmethod
@@ -234,12 +221,12 @@ class RotatingKVCache(_RingCache):
     @state.setter
     def state(self, state: Sequence[Any]) -> None:
         self._pair = state_pair(state, self._max_size)
-        self._offset = self._index = self._pair.length
+        self._dropped = self._head = 0
 
     @property
     def meta_state(self) -> tuple[str, ...]:
         """``(keep, max_size, offset, index)`` as text; `index` is the next column to write."""
-        return str(self._keep), str(self._max_size), str(self._offset), str(self._index)
+        return str(self._keep), str(self._max_size), str(self.offset), str(self._index)
 
     @meta_state.setter
     def meta_state(self, meta: Sequence[Any]) -> None:
@@ -257,7 +244,8 @@ class RotatingKVCache(_RingCache):
         if why:
             given = dict(zip(names, (keep, max_size, offset, index), strict=True), tokens=rows)
             raise CacheValueError(f"{why}; got {given}", "meta_state", given)
-        self._keep, self._max_size, self._offset, self._index = keep, max_size, offset, index
+        self._keep, self._max_size = keep, max_size
+        self._dropped, self._head = offset - rows, index if index < rows else 0
 
     def _newest(self) -> TokenPair:
         """Return the newest `max_size` tokens in order of age."""
@@ -288,13 +276,13 @@ class BatchRotatingKVCache(BatchCache, _RingCache):
 
     def _set_rows(self, padding: Rows, row_offset: Rows) -> None:
         # Stored relative to the columns seen, so that a new one changes no array.
-        self._padding = padding + (self._offset - self._pair.length)
-        self._shift: Rows = row_offset - self._offset
+        self._padding = padding + self._dropped
+        self._shift: Rows = row_offset - self.offset
 
     @property
     def rope_offset(self) -> Rows:
         """Position of each row's next token; negative within left padding."""
-        return np.add(self._shift, self._offset)
+        return np.add(self._shift, self.offset)
 
     def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
         """Store new columns; return views of the columns that they attend to.
@@ -336,7 +324,7 @@ class BatchRotatingKVCache(BatchCache, _RingCache):
         over = self._overrun()
         if over.any():
             self._pair = self._ordered().rolled(over)
-            self._index = self._pair.length
+            self._head = 0
             self._set_rows(self.left_padding + over, self.rope_offset - over)
 
     def prepare(
@@ -381,7 +369,7 @@ class BatchRotatingKVCache(BatchCache, _RingCache):
         padding = np.maximum(self.left_padding + self._overrun() - (self._pair.count - before), 0)
         mask = create_causal_mask(n, before, window, left_padding=padding)
         if n == 1 and self._pair.count >= limit:
-            mask = np.roll(mask, self._column + 1, axis=-1)
+            mask = np.roll(mask, self._head + 1, axis=-1)
         return mask
 
     def filter(self, batch_indices: Counts) -> None:
@@ -404,8 +392,8 @@ class BatchRotatingKVCache(BatchCache, _RingCache):
         mine, others = pair.count - self._pair.count, pair.count - other._pair.count
         padding = np.concatenate([self.left_padding + mine, other.left_padding + others])
         row_offset = np.concatenate([self.rope_offset, other.rope_offset])
-        self._offset = max(self._offset, other._offset)
-        self._pair, self._index = pair, pair.length
+        offset = max(self.offset, other.offset)
+        self._pair, self._dropped, self._head = pair, offset - pair.length, 0
         self._set_rows(padding, row_offset)
 
     def extract(self, index: SupportsIndex) -> RotatingKVCache:
@@ -415,7 +403,7 @@ class BatchRotatingKVCache(BatchCache, _RingCache):
         alone, first = RotatingKVCache(self._max_size), int(self.left_padding[row])
         if first < self._pair.count:
             alone._pair = self._ordered().take(np.array([row]), first)
-            alone._offset, alone._index = int(self.rope_offset[row]), alone._pair.length
+            alone._dropped = int(self.rope_offset[row]) - alone._pair.length
         return alone
 
     @classmethod
@@ -438,21 +426,19 @@ class BatchRotatingKVCache(BatchCache, _RingCache):
         together = right_justified([(1, pair) for pair in newest])
         padding = np.array([together.count - pair.count for pair in newest], np.int64)
         batch = cls(caches[0].max_size, padding)
-        batch._pair, batch._index = together, together.length
         row_offset = np.array([cache.offset for cache in caches], np.int64)
-        batch._offset = int(row_offset.max())
+        batch._pair, batch._dropped = together, int(row_offset.max()) - together.length
         batch._set_rows(padding, row_offset)
         return batch
 
     def _set_state(self, pair: TokenPair, padding: Rows, row_offset: Rows) -> None:
-        self._pair = pair
-        self._offset = self._index = pair.length
+        self._pair, self._dropped, self._head = pair, 0, 0
         self._set_rows(np.maximum(padding, 0), row_offset)
 
     @property
     def meta_state(self) -> tuple[str, ...]:
         """``(max_size, offset, index, rotated)`` as text, plus the padding of an empty batch."""
-        numbers = str(self._max_size), str(self._offset), str(self._index), str(self.rotated)
+        numbers = str(self._max_size), str(self.offset), str(self._index), str(self.rotated)
         return numbers if self._pair.count else (*numbers, *(str(p) for p in self.left_padding))
 
     @meta_state.setter
@@ -476,7 +462,8 @@ class BatchRotatingKVCache(BatchCache, _RingCache):
                 raise CacheValueError(message, "rope_offset", rows, (columns, offset))
             if columns < self._pair.length:  # the rest was trimmed
                 self._pair = self._pair.first(columns, max_size)
-        self._max_size, self._offset, self._index = max_size, offset, index
+        self._max_size, self._dropped = max_size, offset - columns
+        self._head = index if index < columns else 0
         self._set_rows(padding, row_offset)
 
     def _parsed_meta(self, meta: tuple[Any, ...]) -> tuple[int, int, int, int]:

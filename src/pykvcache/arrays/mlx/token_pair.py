@@ -348,7 +348,7 @@ class PairCache(BaseCache):
         return True
 
     def trim(self, n: SupportsIndex) -> int:
-        """Drop the newest `n` tokens, or all if fewer; return the number."""
+        """Drop the newest `n` tokens, or all if fewer; return the number, 0 if not trimmable."""
         dropped = min(as_int("n", n, minimum=0), self._pair.count)
         if not self.is_trimmable():
             return 0

@@ -323,8 +323,8 @@ class BatchRotatingKVCache(BatchCache, _RingCache):
     def _roll_padding(self) -> None:
         over = self._overrun()
         if over.any():
-            self._pair = self._ordered().rolled(over)
-            self._head = 0
+            # In order of age, because only updates of several columns can bring padding.
+            self._pair = self._pair.rolled(over)
             self._set_rows(self.left_padding + over, self.rope_offset - over)
 
     def prepare(

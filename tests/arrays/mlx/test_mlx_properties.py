@@ -308,8 +308,10 @@ class Batch:
             other, rows = self.left_padded(lengths[:2])
             for _ in range(steps):
                 self.advance(other, rows, [self.fresh(1) for _ in rows])
+        offset = max(self.cache.offset, other.offset)
         self.cache.extend(other)
         self.rows += rows
+        assert self.cache.offset == offset
         self.check()
 
     def alone(self) -> Any:

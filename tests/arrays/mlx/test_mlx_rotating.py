@@ -56,6 +56,14 @@ def test_a_ring_without_room_refuses() -> None:
         assert cache.is_empty()
 
 
+def test_a_state_by_itself_is_in_order_of_age() -> None:
+    for cache, counts in ((ring(2, range(4)), ()), (BatchRotatingKVCache(2, [0]), ([2], [0]))):
+        filled(cache, [[6]], [[7]], [[8]])
+        assert cache.rotated
+        cache.state = (*kv([1, 2]), *counts)
+        assert (stored(cache), cache.offset, cache.rotated) == ([1, 2], 2, False)
+
+
 # BatchRotatingKVCache ------------------------------------------------------------------------
 
 

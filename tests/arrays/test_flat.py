@@ -50,13 +50,6 @@ class FlatMachine(RuleBasedStateMachine):
         self.v[layer] += (-data).tolist()
         self.pending[layer] = count
 
-    @rule(layer=st.integers(0, 2), size=st.integers(0, 30))
-    def append_wrong(self, layer: int, size: int) -> None:
-        if size != self.size:
-            data = np.zeros(size, np.float32)
-            with pytest.raises(CacheValueError):
-                self.cache.append(layer % self.cache.num_layers, data, data)
-
     @rule()
     def advance(self) -> None:
         if 0 in self.pending:

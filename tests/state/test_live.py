@@ -1,4 +1,4 @@
-"""States and a context that is in use: threads, aborted decodes, logits, closing."""
+"""States and a context that is in use: threads, aborted decodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from memory.kit import Fresh, Make, apart
 from pykvcache import SequenceState
-from pykvcache.errors import ClosedError, DecodeAborted, UnsupportedOperation
+from pykvcache.errors import DecodeAborted, UnsupportedOperation
 from state.kit import WORDS, next_logits
 from support.models import RIGHT
 
@@ -72,20 +72,3 @@ def test_the_rest_of_an_aborted_decode_is_not_saved_but_replaced(
     want = fresh_logits("mamba", [*WORDS[:20], 9])
     assert apart(next_logits(ctx, 0), want) < RIGHT
     ctx.context_state()
-
-
-def test_every_method_of_a_closed_context_raises_closed_error(make_context: Make) -> None:
-    ctx, fresh = make_context("llama"), make_context("llama")
-    ctx.decode(WORDS[:5])
-    state, whole = ctx.sequence_state(0), ctx.context_state()
-    for closed in (ctx, fresh):
-        closed.close()
-        calls: tuple[Callable[[], object], ...] = (
-            lambda c=closed: c.sequence_state(0),
-            lambda c=closed: c.restore_sequence(state, 0),
-            lambda c=closed: c.context_state(),
-            lambda c=closed: c.restore_context(whole),
-        )  # type: ignore[misc]
-        for call in calls:
-            with pytest.raises(ClosedError):
-                call()

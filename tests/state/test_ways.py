@@ -61,6 +61,10 @@ WHOLE = (
     Way("save_context", "load_context", is_whole=True),
     Way("save_llama_file", "load_llama_file", is_whole=True),
 )
+OBJECTS = (
+    Way("sequence_state", "restore_sequence"),
+    Way("context_state", "restore_context", is_whole=True),
+)
 FILES = tuple(way for way in SEQUENCES + WHOLE if "save" in way.taking)
 every_sequence = pytest.mark.parametrize("way", SEQUENCES, ids=str)
 every_way = pytest.mark.parametrize("way", SEQUENCES + WHOLE, ids=str)
@@ -258,7 +262,7 @@ def test_files_that_cannot_be_read_or_written(way: Way, make_context: Make, tmp_
     assert sorted(tmp_path.iterdir()) == [folder, pipe]
 
 
-@every_way
+@pytest.mark.parametrize("way", SEQUENCES + WHOLE + OBJECTS, ids=str)
 def test_a_closed_context_raises_closed_error_before_any_other(
     way: Way, make_context: Make, tmp_path: Path
 ) -> None:

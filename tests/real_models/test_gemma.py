@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from memory.kit import Logits, apart
-from state.block_kit import parts_of
+from state.kit import parts_of
 from support.models import EXACT, shared_folder
 
 pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)

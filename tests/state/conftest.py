@@ -9,7 +9,7 @@ import pytest
 
 from memory.kit import Bench, Case, Logits
 from pykvcache import LlamaContext
-from state.partial_kit import LONG, MakeBench
+from state.kit import LONG, MakeBench
 
 
 @pytest.fixture

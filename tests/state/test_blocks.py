@@ -24,8 +24,7 @@ from pykvcache.errors import (
     StateLayoutMismatch,
     UnsupportedOperation,
 )
-from state.block_kit import SIZE, blocks_of, parts_of
-from state.partial_kit import LONG, MakeBench
+from state.kit import LONG, SIZE, MakeBench, blocks_of, parts_of
 
 WITH_STATES = tuple(case for case in CASES if case.has_states and case.name != "t5")
 WITH_CELLS = tuple(case for case in WITH_STATES if case.info.memory != "recurrent")

@@ -11,7 +11,7 @@ import pytest
 from memory.kit import EVERY_CASE, Case, Make, apart
 from pykvcache import LlamaContext, LlamaModel, LlamaSequence, PrefixCache
 from pykvcache.errors import NoKvCacheSlot, StateDamaged, StateError, UnsupportedOperation
-from state.partial_kit import MakeBench
+from state.kit import MakeBench
 from support.models import make_model
 from support.raw_states import runs
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memory.kit import Bench, Case, Make, apart
+from memory.kit import CASES, Bench, Case, Make, apart
 from pykvcache import LlamaBatch, LlamaContext
 from pykvcache.errors import (
     ClosedError,
@@ -18,22 +18,43 @@ from pykvcache.errors import (
     NoKvCacheSlot,
     PartialStateError,
     SequenceIdError,
+    StateError,
     UnsupportedOperation,
 )
 from pykvcache.state import PartialState
-from state.kit import next_logits
-from state.partial_kit import (
-    FORGETFUL,
-    LONG,
-    RECURRENT,
-    TAGGED,
-    MakeBench,
-    forgetful,
-    put_back,
-    refused,
-)
+from state.kit import LONG, MakeBench, is_forgetful, next_logits
 from support.models import EVERY_MODEL, RIGHT
 from support.stopping import stop_soon
+
+FORGETFUL = [case for case in CASES if is_forgetful(case)]
+TAGGED = [case for case in FORGETFUL if case.info.memory != "recurrent"]
+RECURRENT = [case for case in FORGETFUL if case.info.memory == "recurrent"]
+
+forgetful = pytest.mark.parametrize("case", FORGETFUL, ids=str)
+
+
+def put_back(b: Bench, state: PartialState) -> None:
+    """Put a state back, and say so in the account."""
+    seq = state.seq_id
+    assert state.is_valid
+    b.ctx.set_partial_state(state)
+    b.held[seq] = b.held[seq][: state.pos + 1 - b.start.get(seq, 0)]
+    b.positions()
+    assert state.is_valid
+    assert b.ctx.can_resume(seq, state.pos + 1)
+
+
+def refused(ctx: LlamaContext, state: PartialState) -> None:
+    """Check that the state is invalid, and that an attempt changes no byte."""
+    before, held = ctx.get_state().tobytes(), ctx.sequences()
+    assert not state.is_valid
+    assert "no longer valid" in repr(state)
+    with pytest.raises(PartialStateError) as caught:
+        ctx.set_partial_state(state)
+    assert isinstance(caught.value, StateError)
+    assert (caught.value.seq_id, caught.value.pos) == (state.seq_id, state.pos)
+    assert ctx.get_state().tobytes() == before
+    assert ctx.sequences() == held
 
 
 @pytest.mark.hazard("S30")

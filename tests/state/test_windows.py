@@ -12,9 +12,7 @@ import pytest
 from memory.kit import CASES, Case, Fresh, Logits, Make, apart
 from pykvcache import CheckpointPolicy, LlamaContext, LlamaSequence
 from pykvcache.errors import ArgumentError
-from state.block_kit import parts_of
-from state.kit import WORDS, next_logits
-from state.partial_kit import LONG, MakeBench
+from state.kit import LONG, WORDS, MakeBench, next_logits, parts_of
 from support.models import RIGHT
 
 WINDOWED = [c for c in CASES if c.info.n_swa and c.has_states]

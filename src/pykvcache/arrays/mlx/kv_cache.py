@@ -254,14 +254,7 @@ class BatchKVCache(BatchCache):
 
     def extend(self, other: BatchKVCache) -> None:
         """Append the rows of `other`, aligned at the newest column."""
-        as_kind("other", other, BatchKVCache)
-        self._refuse_pending("extend")
-        other._refuse_pending("extend")
-        columns = max(self._pair.count, other._pair.count)
-        mine, others = columns - self._pair.count, columns - other._pair.count
-        pair = right_justified([(self.batch_size, self._pair), (other.batch_size, other._pair)])
-        padding = np.concatenate([self._padding + mine, other._padding + others])
-        self._pair, self._padding = pair, row_counts("left_padding", padding)
+        self._append_rows(as_kind("other", other, BatchKVCache))
 
     def extract(self, index: SupportsIndex) -> KVCache:
         """Return row `index` as a `KVCache`, without padding."""
@@ -281,7 +274,7 @@ class BatchKVCache(BatchCache):
         batch._pair = right_justified([(1, cache._pair) for cache in caches])
         return batch
 
-    def _set_state(self, pair: TokenPair, padding: Rows, row_offset: Rows) -> None:
+    def _set_state(self, pair: TokenPair, padding: Rows, row_offset: Rows, offset: int) -> None:
         expected = pair.count - padding
         if not np.array_equal(row_offset, expected):
             message = (

@@ -385,16 +385,10 @@ class BatchRotatingKVCache(BatchCache, _RingCache):
         """Append the rows of `other`, aligned at the newest column."""
         as_kind("other", other, BatchRotatingKVCache)
         _refuse_sizes([self._max_size, other._max_size])
-        self._refuse_pending("extend")
-        other._refuse_pending("extend")
-        parts = [(c.batch_size, c._ordered() if c.rotated else c._pair) for c in (self, other)]
-        pair = right_justified(parts)
-        mine, others = pair.count - self._pair.count, pair.count - other._pair.count
-        padding = np.concatenate([self.left_padding + mine, other.left_padding + others])
-        row_offset = np.concatenate([self.rope_offset, other.rope_offset])
-        offset = max(self.offset, other.offset)
-        self._pair, self._dropped, self._head = pair, offset - pair.length, 0
-        self._set_rows(padding, row_offset)
+        self._append_rows(other)
+
+    def _aged(self) -> TokenPair:
+        return self._ordered() if self.rotated else self._pair
 
     def extract(self, index: SupportsIndex) -> RotatingKVCache:
         """Return row `index` as a `RotatingKVCache`, without padding."""
@@ -402,7 +396,7 @@ class BatchRotatingKVCache(BatchCache, _RingCache):
         self._refuse_pending("extract")
         alone, first = RotatingKVCache(self._max_size), int(self.left_padding[row])
         if first < self._pair.count:
-            alone._pair = self._ordered().take(np.array([row]), first)
+            alone._pair = self._aged().take(np.array([row]), first)
             alone._dropped = int(self.rope_offset[row]) - alone._pair.length
         return alone
 
@@ -427,12 +421,11 @@ class BatchRotatingKVCache(BatchCache, _RingCache):
         padding = np.array([together.count - pair.count for pair in newest], np.int64)
         batch = cls(caches[0].max_size, padding)
         row_offset = np.array([cache.offset for cache in caches], np.int64)
-        batch._pair, batch._dropped = together, int(row_offset.max()) - together.length
-        batch._set_rows(padding, row_offset)
+        batch._set_state(together, padding, row_offset, int(row_offset.max()))
         return batch
 
-    def _set_state(self, pair: TokenPair, padding: Rows, row_offset: Rows) -> None:
-        self._pair, self._dropped, self._head = pair, 0, 0
+    def _set_state(self, pair: TokenPair, padding: Rows, row_offset: Rows, offset: int) -> None:
+        self._pair, self._dropped, self._head = pair, offset - pair.length, 0
         self._set_rows(np.maximum(padding, 0), row_offset)
 
     @property

@@ -448,9 +448,24 @@ class BatchCache(PairCache):
             batch = pair.keys.shape[0] if pair.count else None
             row_offset = row_counts("rope_offset", state[2], batch, signed=True)
             padding = row_counts("left_padding", state[3], row_offset.size, signed=self._signed)
-        self._set_state(pair, padding, row_offset)
+        self._set_state(pair, padding, row_offset, pair.count)
         self._pending = None
 
     @abstractmethod
-    def _set_state(self, pair: TokenPair, padding: Rows, row_offset: Rows) -> None:
-        """Set the parts of a state."""
+    def _set_state(self, pair: TokenPair, padding: Rows, row_offset: Rows, offset: int) -> None:
+        """Set columns in order of age, the numbers of their rows, and the columns seen."""
+
+    def _aged(self) -> TokenPair:
+        """Return the columns in order of age."""
+        return self._pair
+
+    def _append_rows(self, other: BatchCache) -> None:
+        """Append the rows of another batch of the same class, aligned at the newest column."""
+        both = self, other
+        for batch in both:
+            batch._refuse_pending("extend")
+        pair = right_justified([(batch.batch_size, batch._aged()) for batch in both])
+        columns = [batch.left_padding + (pair.count - batch._pair.count) for batch in both]
+        padding = row_counts("left_padding", np.concatenate(columns))
+        row_offset = np.concatenate([np.asarray(batch.rope_offset) for batch in both])
+        self._set_state(pair, padding, row_offset, max(self.offset, other.offset))

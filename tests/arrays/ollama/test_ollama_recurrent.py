@@ -293,8 +293,9 @@ def test_removing_from_the_middle_shifts_checkpoints_and_forgets_a_prepared_rest
     assert cache.prepare_restore(0, 10) == 9
     cache.remove(0, 20, 30)  # nothing there: the restore stays prepared
     cache.remove(0, 1, 3)
-    with pytest.raises(NotSupported):
-        cache.remove(0, 9)
+    for pos in (9, 7):
+        with pytest.raises(NotSupported):
+            cache.remove(0, pos)
     # Taken at 0, 4, 8 and 12, which are 0, 2, 6 and 10 now.
     assert [pos for pos in range(13) if cache.can_resume(0, pos)] == [0, 1, 3, 7, 11, 12]
     assert cache.prepare_restore(0, 8) == 7
@@ -302,6 +303,16 @@ def test_removing_from_the_middle_shifts_checkpoints_and_forgets_a_prepared_rest
         cache.remove(0, 3)  # another checkpoint than the prepared one
     cache.remove(0, 7)
     assert model.feed(0, [0], 7) == [sum(range(9)), 10]
+
+
+def test_another_batch_or_target_forgets_a_prepared_restore() -> None:
+    model = Model()
+    model.feed(0, list(range(7)), 0)
+    for forget in (lambda: model.feed(0, [7], 7), lambda: model.cache.prepare_restore(0, 0)):
+        assert model.cache.prepare_restore(0, 6) == 5
+        forget()
+        with pytest.raises(NotSupported, match="cannot go back to 5"):
+            model.cache.remove(0, 5)
 
 
 def test_a_batch_must_begin_where_the_state_is() -> None:

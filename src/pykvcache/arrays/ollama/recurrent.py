@@ -133,15 +133,27 @@ class _State:
         # Never changed in place, because copies of the state share them.
         self.arrays: dict[Hashable, NDArray[Any]] = {}
         self.ring = CheckpointRing(count)
+        # Slots in the ring: of the current batch's checkpoint, -1 for none, and of a prepared
+        # restore.
+        self.place = -1
+        self.prepared: int | None = None
 
     def copy(self) -> _State:
         other = _State(0)
         other.pos, other.arrays, other.ring = self.pos, self.arrays.copy(), self.ring.copy()
         return other
 
-    def go_back(self, place: int) -> None:
-        """Restore a checkpoint, and drop later ones."""
-        pos, arrays = self.ring.at(place)
+    def can_go_back(self, pos: int) -> bool:
+        """Return whether the prepared checkpoint is complete and leads to `pos`."""
+        if self.prepared is None:
+            return False
+        last, arrays = self.ring.at(self.prepared)
+        return last + 1 == pos and self.arrays.keys() <= arrays.keys()
+
+    def go_back(self) -> None:
+        """Restore the prepared checkpoint, and drop later ones."""
+        assert self.prepared is not None
+        pos, arrays = self.ring.at(self.prepared)
         self.arrays = {key: arrays[key] for key in self.arrays}
         self.pos = pos + 1
         self.ring.prune_after(pos)
@@ -192,9 +204,6 @@ class RecurrentCache(CausalCache):
     def _set_up(self, n_cells: int, dtype: np.dtype[Any], memory: int) -> None:
         super()._set_up(n_cells, dtype, memory)
         self._states: dict[int, _State] = {}
-        # Slots in the rings: of prepared restores, and of the current batch's checkpoints.
-        self._pending: dict[int, int] = {}
-        self._places: dict[int, int] = {}
 
     @property
     def batch_sequences(self) -> list[int]:
@@ -206,13 +215,12 @@ class RecurrentCache(CausalCache):
         super()._begin(batch, reserve)
         if reserve:
             return
-        self._places = {}
         for i, seq in enumerate(batch.ids):
             state, newest = self._own_state(seq), int(batch.positions[batch.which == i].max())
             state.pos, last = newest + 1, state.ring.last_pos
-            self._pending.pop(seq, None)
+            state.place, state.prepared = -1, None
             if newest >= self._min_pos and (last < 0 or newest - last >= self._interval):
-                self._places[seq] = state.ring.record(newest)
+                state.place = state.ring.record(newest)
 
     def _own_state(self, seq: int) -> _State:
         """Return the state of a sequence, creating one if needed."""
@@ -278,10 +286,10 @@ class RecurrentCache(CausalCache):
         if self._reserve:
             return
         for row, seq in zip(rows, ids, strict=True):
-            state, place, array = self._own_state(seq), self._places.get(seq, -1), np.array(row)
+            state, array = self._own_state(seq), np.array(row)
             state.arrays[key] = array
-            if place >= 0:
-                state.ring._hold(place, key, array)
+            if state.place >= 0:
+                state.ring._hold(state.place, key, array)
 
     def prepare_restore(self, seq: SupportsIndex, pos: SupportsIndex) -> int | None:
         """Choose the checkpoint that ``remove`` will restore.
@@ -295,17 +303,16 @@ class RecurrentCache(CausalCache):
         ident, target = as_sequence("seq", seq), as_position("pos", pos)
         self._ready()
         length, state = self._length(ident), self._states.get(ident)
-        self._pending.pop(ident, None)
-        if state is None or target == 0:
+        if state is None:
+            return None
+        state.prepared = None
+        if target == 0:
             return None
         if state.pos == target == length:
             return target
         # The state of a copied prefix may be ahead of its K and V.
-        place = state.ring.best(min(target, length))
-        if place is None:
-            return None
-        self._pending[ident] = place
-        return state.ring.at(place)[0] + 1
+        state.prepared = place = state.ring.best(min(target, length))
+        return None if place is None else state.ring.at(place)[0] + 1
 
     def _can_resume(self, seq: int, pos: int) -> bool:
         if not super()._can_resume(seq, pos):
@@ -318,7 +325,6 @@ class RecurrentCache(CausalCache):
     def _copy(self, src: int, dst: int, n: int) -> None:
         super()._copy(src, dst, n)
         if src != dst:
-            self._pending.pop(dst, None)
             self._states.pop(dst, None)
             if n and src in self._states:
                 self._states[dst] = self._states[src].copy()
@@ -330,12 +336,11 @@ class RecurrentCache(CausalCache):
         if state is None or begin == end or begin >= state.pos:
             return
         if end >= state.pos and begin:
-            state.go_back(self._pending.pop(seq))
+            state.go_back()
         elif end >= state.pos:
-            self._pending.pop(seq, None)
             del self._states[seq]
         elif begin < stop:
-            self._pending.pop(seq, None)
+            state.prepared = None
             state.ring.shift_range(begin, stop)
             state.pos -= stop - begin
 
@@ -361,12 +366,7 @@ class RecurrentCache(CausalCache):
 
     def _check_remove(self, seq: int, begin: int, end: int) -> Cut | None:
         cut, state = super()._check_remove(seq, begin, end), self._states.get(seq)
-        if state is None or not 0 < begin < state.pos <= end:
-            return cut
-        place = self._pending.get(seq)
-        empty: tuple[int, Mapping[Hashable, NDArray[Any]]] = (-1, {})
-        pos, arrays = empty if place is None else state.ring.at(place)
-        if pos + 1 != begin or not state.arrays.keys() <= arrays.keys():
+        if state is not None and 0 < begin < state.pos <= end and not state.can_go_back(begin):
             message = (
                 f"the recurrent state of sequence {seq} is at {state.pos} and cannot go back "
                 f"to {begin} without a complete checkpoint there; see prepare_restore"

@@ -47,6 +47,11 @@ def stored(cache: Any, row: int = 0) -> list[int]:
     return ids(cache.state[1], row) if len(cache.state) else []
 
 
+def real(cache: Any, row: int) -> list[int]:
+    """Return the tokens of a batch's row from old to new, as `extract` gives them."""
+    return stored(cache.extract(row))
+
+
 def tokens_in(keys: NDArray[Any], values: NDArray[Any]) -> NDArray[np.int64]:
     """Return token ids `(batch, n)`, on which K and V must agree in every head.
 

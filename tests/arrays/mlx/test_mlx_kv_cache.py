@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mlx_support import HEADS, K_DIM, V_DIM, filled, kv, snapshot, stored
+from mlx_support import HEADS, K_DIM, V_DIM, filled, kv, real, snapshot, stored
 
 from pykvcache.arrays import (
     BatchKVCache,
@@ -29,11 +29,6 @@ def single(*tokens: int) -> Any:
 def batch(left_padding: Any, *rows: Any) -> Any:
     cache = BatchKVCache(left_padding)
     return filled(cache, rows) if rows else cache
-
-
-def real(cache: Any, row: int) -> list[int]:
-    """Return the tokens of a row, as `extract` gives them."""
-    return stored(cache.extract(row))
 
 
 def test_masks_are_none_causal_or_an_array() -> None:

@@ -5,17 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from mlx_support import filled, kv, ring, stored
+from mlx_support import filled, kv, real, ring, stored
 
 from pykvcache.arrays import BatchRotatingKVCache, RotatingKVCache, from_state
 from pykvcache.errors import CacheDTypeError, CacheOrderError, CacheValueError, NotSupported
 
 P = 0  # padding
-
-
-def real(cache: Any, row: int) -> list[int]:
-    """Return the tokens of a row from old to new."""
-    return stored(cache.extract(row))
 
 
 @pytest.mark.parametrize(

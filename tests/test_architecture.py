@@ -18,9 +18,8 @@ PACKAGE = ROOT / "src" / "pykvcache"
 # Lowest first. A module imports from lines below its own only; a name may be a file or a folder,
 # and inside a folder anything goes. A new module needs a place here, and a reason for it.
 LAYERS = [
-    {"_extras"},
-    {"errors", "enums", "_closing", "_drawing"},
-    {"_arguments", "_ranges"},
+    {"errors", "enums", "_closing", "_ranges"},
+    {"_arguments", "_drawing"},
     {"_native", "arrays", "prefix/stores"},
     {"batch", "_grammar", "_json_pattern", "chat"},
     {"_json_schema"},
@@ -50,15 +49,14 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Beyond the table: what may be imported at all, by those that promise less.
 ONLY = {
     "errors": set(),
-    "_drawing": {"_extras"},
-    "_extras": set(),
+    "_drawing": {"errors"},
     "enums": set(),
     "_arguments": {"errors"},
     "_ranges": set(),
     "_closing": set(),
     "arrays": {"errors", "_arguments"},
     "_native": {"errors", "_arguments"},
-    "prefix/stores": {"errors", "_arguments", "_extras"},
+    "prefix/stores": {"errors", "_arguments"},
     "simulate": {"errors", "_arguments", "_drawing", "_native", "prefix"},
 }
 # What of the prefix cache works without the compiled layer: a folder or file each, which imports

@@ -141,7 +141,7 @@ _UNBUILT = (
 
 # Modules that work in a subinterpreter, where the compiled layer does not.
 _FREE = (
-    *("arrays", "errors", "enums", "simulate", "_native", "_arguments", "_extras", "_models"),
+    *("arrays", "errors", "enums", "simulate", "_native", "_arguments", "_drawing"),
     *("_ranges", "prefix.block_hash", "prefix.events", "prefix.node"),
     *("prefix.policies", "prefix.stores", "prefix.tree"),
 )

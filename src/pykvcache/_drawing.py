@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._extras import how_to_install
+from pykvcache.errors import how_to_install
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

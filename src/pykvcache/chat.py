@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from pykvcache._arguments import as_bool
-from pykvcache._extras import how_to_install
-from pykvcache.errors import ArgumentError, ChatTemplateError
+from pykvcache.errors import ArgumentError, ChatTemplateError, how_to_install
 
 try:
     from jinja2 import nodes

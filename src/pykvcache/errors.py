@@ -141,6 +141,11 @@ def shown(value: object) -> str:
         return f"<{type(value).__name__}>"
 
 
+def how_to_install(extra: str) -> str:
+    """Return how to install an extra. PyPI has no release, so the command is for a clone."""
+    return f"install the extra {extra} (in a clone: pip install '.[{extra}]')"
+
+
 # Conversion of Python integers to C, and unsupported operations --------------------
 
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pykvcache._drawing import draw_cells, draw_history, figure_svg, table_html
-from pykvcache._extras import how_to_install
 from pykvcache.enums import MemoryPart
-from pykvcache.errors import UnsupportedOperation
+from pykvcache.errors import UnsupportedOperation, how_to_install
 from pykvcache.introspection import IntrospectionMethods
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from pykvcache._extras import how_to_install
+from pykvcache.errors import how_to_install
 
 __all__ = ["main"]
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import click
 
-from pykvcache._extras import how_to_install
 from pykvcache._models import embedded_model_path
 from pykvcache.cli.options import (
     adapter_options,
@@ -30,6 +29,7 @@ from pykvcache.cli.options import (
     threads_option,
 )
 from pykvcache.cli.terminal import context_arguments
+from pykvcache.errors import how_to_install
 from pykvcache.llm import as_tiers, is_folder
 from pykvcache.prefix.policies import DEFAULT, POLICIES
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from pykvcache._extras import how_to_install
+from pykvcache.errors import how_to_install
 
 __all__ = ["watching"]
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from pykvcache._arguments import as_text
-from pykvcache._extras import how_to_install
-from pykvcache.errors import ArgumentError, shown
+from pykvcache.errors import ArgumentError, how_to_install, shown
 from pykvcache.prefix.cache import PrefixCache
 from pykvcache.prefix.report import CacheStats
 

@@ -16,8 +16,7 @@ from typing import Any, SupportsIndex
 
 from pykvcache._arguments import as_int, as_text
 from pykvcache._closing import Closing
-from pykvcache._extras import how_to_install
-from pykvcache.errors import ClosedError, shown
+from pykvcache.errors import ClosedError, how_to_install, shown
 from pykvcache.prefix.cache import PrefixCache
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from pykvcache._arguments import ByteArray, check_regular
-from pykvcache._extras import how_to_install
 from pykvcache.errors import (
     ArgumentError,
     StateDamaged,
@@ -29,6 +28,7 @@ from pykvcache.errors import (
     StateTrailingBytes,
     StateTruncated,
     StateVersionError,
+    how_to_install,
 )
 from pykvcache.state.atomic import file_error
 

@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pykvcache._extras import how_to_install
-from pykvcache.errors import StoreError
+from pykvcache.errors import StoreError, how_to_install
 from pykvcache.prefix.stores.base import (
     BlockStore,
     StoreEntry,

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
 from pykvcache._arguments import as_text
-from pykvcache._extras import how_to_install
-from pykvcache.errors import StoreError
+from pykvcache.errors import StoreError, how_to_install
 from pykvcache.prefix.stores.base import (
     KEY_SIZE,
     StoreEntry,

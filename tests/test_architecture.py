@@ -26,7 +26,7 @@ LAYERS = [
     {"chat_format"},
     {"_fingerprint", "_model_file", "_model_facts", "_devices", "_codec"},
     {"adapters"},
-    {"model", "_models"},
+    {"model"},
     {"sampling", "_params", "state"},
     {"kv"},
     {"memory", "facts", "introspection"},

@@ -23,6 +23,7 @@ Classes and functions that programs start with are here; the rest is in modules:
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,6 @@ from pykvcache.errors import (
 if TYPE_CHECKING:
     from pykvcache import arrays, enums, kv, state
     from pykvcache._devices import Device, devices
-    from pykvcache._models import embedded_model_path
     from pykvcache._native.lib import system_info
     from pykvcache.adapters import ControlVector, LoraAdapter
     from pykvcache.batch import LlamaBatch
@@ -85,7 +85,6 @@ _HOMES = {
     "arrays": "",
     "describe_state": "state",
     "devices": "_devices",
-    "embedded_model_path": "_models",
     "enums": "",
     "kv": "",
     "state": "",
@@ -169,6 +168,22 @@ except ImportError as _error:  # in a subinterpreter
     sys.meta_path.insert(0, _RefuseInSubinterpreter)
 if _MISSING is not None:
     warnings.warn(_MISSING, RuntimeWarning, stacklevel=2)
+
+
+def embedded_model_path() -> str:
+    """Return the path of the small trained model that ships with the package.
+
+    Raises
+    ------
+    FileNotFoundError
+        The package was built without it.
+    """
+    # An editable install has the code in the source tree and built files elsewhere.
+    for folder in __path__:
+        path = os.path.join(folder, "data", "stories.gguf")
+        if os.path.isfile(path):
+            return path
+    raise FileNotFoundError("the embedded model stories.gguf is missing from this installation")
 
 
 def _read_version() -> str:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from pykvcache._models import embedded_model_path
+from pykvcache import embedded_model_path
 from pykvcache.cli.terminal import watched
 from pykvcache.context import LlamaContext
 from pykvcache.errors import (

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from pykvcache._models import embedded_model_path
+from pykvcache import embedded_model_path
 from pykvcache.cli.terminal import is_terminal
 from pykvcache.errors import ArgumentError
 from pykvcache.sampling import SETTINGS, Sampler

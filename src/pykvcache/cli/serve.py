@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from pykvcache._models import embedded_model_path
+from pykvcache import embedded_model_path
 from pykvcache.cli.options import (
     adapter_options,
     cache_type_options,

@@ -24,7 +24,7 @@ LAYERS = [
     {"batch", "_grammar", "_json_pattern", "chat"},
     {"_json_schema"},
     {"chat_format"},
-    {"_fingerprint", "_model_file", "_model_facts", "_devices", "_codec"},
+    {"_model_file", "_devices", "_codec"},
     {"adapters"},
     {"model"},
     {"sampling", "_params", "state"},

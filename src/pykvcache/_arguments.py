@@ -7,7 +7,6 @@ import errno
 import math
 import operator
 import os
-import re
 import secrets
 import stat
 from array import array as c_array
@@ -38,7 +37,6 @@ __all__ = [
     "check_regular",
     "choose",
     "file_id",
-    "parts_of",
     "places",
 ]
 
@@ -170,14 +168,6 @@ def file_id(path: str) -> FileId:
     """Return attributes that change when a file is written or replaced."""
     facts = os.stat(path)
     return facts.st_size, facts.st_mtime_ns, facts.st_dev, facts.st_ino
-
-
-def parts_of(path: str) -> list[str]:
-    """Return the names of all parts of a split model, given one part; [] for other files."""
-    found = re.fullmatch(r"(.*-)\d{5}(-of-(\d{5})\.gguf)", path, re.DOTALL)
-    if found is None:
-        return []
-    return [f"{found[1]}{i + 1:05d}{found[2]}" for i in range(int(found[3]))]
 
 
 ByteArray = npt.NDArray[np.uint8]

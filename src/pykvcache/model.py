@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, SupportsIndex
 
 from pykvcache._arguments import (
@@ -20,13 +21,11 @@ from pykvcache._arguments import (
 )
 from pykvcache._closing import Closing
 from pykvcache._devices import chosen, endpoints, local_devices, shares, takes_layers
-from pykvcache._fingerprint import file_ids, model_fingerprint
-from pykvcache._model_facts import ModelFacts
-from pykvcache._model_file import readable_path
+from pykvcache._model_file import file_ids, model_fingerprint, readable_path
 from pykvcache._native import lib
 from pykvcache.adapters import ControlVector, LoraAdapter
 from pykvcache.chat_format import ChatFormat, ChatMessage, ToolChoice, make_chat_format
-from pykvcache.enums import LoadMode, LoadModeName, SplitMode, SplitModeName
+from pykvcache.enums import LoadMode, LoadModeName, RopeType, SplitMode, SplitModeName
 from pykvcache.errors import ArgumentError, ModelLoadError
 
 __all__ = ["LlamaModel"]
@@ -34,7 +33,7 @@ __all__ = ["LlamaModel"]
 TEXT_BYTES_MAX = 2**31 - 1
 
 
-class LlamaModel(ModelFacts, Closing):
+class LlamaModel(Closing):
     """Weights and vocabulary of a GGUF file (``llama_model_load_from_file``).
 
     A model is read-only; any number of contexts and threads may share it. It is freed when it
@@ -153,6 +152,8 @@ class LlamaModel(ModelFacts, Closing):
         params["tensor_split"] = shares(tensor_split, n_devices)
         self._native = lib.Model(readable, params, progress)
 
+    # Facts of the file ------------------------------------------------------------------
+
     @property
     def native(self) -> lib.Model:
         """The object of the compiled layer."""
@@ -180,6 +181,101 @@ class LlamaModel(ModelFacts, Closing):
     @cached_property
     def _digest(self) -> str:
         return model_fingerprint(self._files, self.metadata)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Names of the devices that share its layers; empty if only the CPU is used."""
+        return self._native.devices
+
+    @property
+    def n_vocab(self) -> int:
+        """Number of tokens in the vocabulary."""
+        return self._native.n_vocab
+
+    @property
+    def n_ctx_train(self) -> int:
+        """Context length that the model was trained with, in tokens."""
+        return self._native.n_ctx_train
+
+    @property
+    def n_embd(self) -> int:
+        """Width of the hidden state."""
+        return self._native.n_embd
+
+    @property
+    def n_layer(self) -> int:
+        """Number of layers."""
+        return self._native.n_layer
+
+    @property
+    def n_head(self) -> int:
+        """Number of query heads (of the first layer, if layers differ)."""
+        return self._native.n_head
+
+    @property
+    def n_head_kv(self) -> int:
+        """Number of key/value heads (of the first layer, if layers differ)."""
+        return self._native.n_head_kv
+
+    @property
+    def n_swa(self) -> int:
+        """Sliding window in tokens; 0 for none."""
+        return self._native.n_swa
+
+    @property
+    def rope_type(self) -> RopeType:
+        """Kind of rotary embedding."""
+        return RopeType(self._native.rope_type)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the memory is a recurrent state (Mamba, RWKV)."""
+        return self._native.is_recurrent
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether attention and recurrent layers are mixed (Jamba, Granite 4)."""
+        return self._native.is_hybrid
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether ``encode()`` must run first (T5)."""
+        return self._native.has_encoder
+
+    @property
+    def has_decoder(self) -> bool:
+        """Whether the model can decode."""
+        return self._native.has_decoder
+
+    @property
+    def vocab_only(self) -> bool:
+        """Whether only the vocabulary was loaded."""
+        return self._native.vocab_only
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return self._native.size
+
+    @property
+    def n_params(self) -> int:
+        """Number of parameters."""
+        return self._native.n_params
+
+    @property
+    def description(self) -> str:
+        """llama.cpp's short description, such as ``"llama 7B Q4_0"``."""
+        return self._native.description
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """The GGUF's scalar metadata as text (read-only)."""
+        return MappingProxyType(self._native.metadata)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja chat template of the file, if it has one."""
+        return self._native.chat_template
 
     # Adapters --------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ LAYERS = [
     {"model"},
     {"sampling", "_params", "state"},
     {"kv"},
-    {"memory", "facts", "introspection"},
+    {"memory", "introspection"},
     {"decoding", "pictures"},
     {"context"},
     {"sequence", "_embedder"},

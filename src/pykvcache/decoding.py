@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pykvcache._arguments import TokenInput, as_int, as_token_array
 from pykvcache._native import lib
 from pykvcache.batch import LlamaBatch
-from pykvcache.facts import ContextFacts
+from pykvcache.model import LlamaModel
 from pykvcache.sampling import Sampler, check_sampler
 
 __all__ = ["DecodeMethods"]
@@ -19,10 +19,11 @@ __all__ = ["DecodeMethods"]
 FloatArray = npt.NDArray[np.float32]
 
 
-class DecodeMethods(ContextFacts):
+class DecodeMethods:
     """The computing methods of `LlamaContext`; a base class."""
 
     _native: lib.Context
+    _model: LlamaModel
 
     def decode(
         self, batch_or_tokens: LlamaBatch | TokenInput, *, seq_id: SupportsIndex = 0
@@ -82,7 +83,7 @@ class DecodeMethods(ContextFacts):
             b = batch_or_tokens
         else:
             tokens = as_token_array(batch_or_tokens)
-            seq = as_int(seq_id, "sequence id", 0, self.n_seq_max - 1)
+            seq = as_int(seq_id, "sequence id", 0, self._native.n_seq_max - 1)
             b = LlamaBatch.from_arrays(tokens, np.arange(len(tokens), dtype=np.int32), seq)
         self._native.encode(b.native)
 

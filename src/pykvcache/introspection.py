@@ -11,7 +11,14 @@ import numpy.typing as npt
 from pykvcache._native import lib
 from pykvcache.enums import GgmlType, MemoryKind, MemoryPart
 
-__all__ = ["BufferBytes", "CellTable", "IntrospectionMethods", "MemoryInfo", "SequenceRange"]
+__all__ = [
+    "BufferBytes",
+    "CellTable",
+    "IntrospectionMethods",
+    "MemoryInfo",
+    "PerfData",
+    "SequenceRange",
+]
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,21 @@ class CellTable:
 
     def __len__(self) -> int:
         return len(self.pos)
+
+
+@dataclass(frozen=True)
+class PerfData:
+    """Measurements of ``llama_perf_context``; times in milliseconds.
+
+    llama.cpp counts a call with one token as generation and any other as prompt.
+    """
+
+    t_load_ms: float
+    t_p_eval_ms: float
+    t_eval_ms: float
+    n_p_eval: int
+    n_eval: int
+    n_reused: int
 
 
 class IntrospectionMethods:

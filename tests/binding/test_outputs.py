@@ -22,7 +22,7 @@ from pykvcache.errors import (
     SequenceIdError,
     UnsupportedOperation,
 )
-from pykvcache.facts import PerfData
+from pykvcache.introspection import PerfData
 from pykvcache.kv import LayerState
 from support.models import RIGHT, make_model
 

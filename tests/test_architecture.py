@@ -24,7 +24,7 @@ LAYERS = [
     {"batch", "_grammar", "_json_pattern", "chat"},
     {"_json_schema"},
     {"chat_format"},
-    {"_model_file", "_devices", "_codec"},
+    {"_model_file", "_devices"},
     {"adapters"},
     {"model"},
     {"sampling", "_params", "state"},

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from memory.kit import Fresh, Make, apart
 from pykvcache import LlamaContext, SequenceState
-from pykvcache._codec import as_floats, rotated
 from pykvcache.errors import StateDamaged, StateError, StateLayoutMismatch
+from pykvcache.state.convert import as_floats, rotated
 from pykvcache.state.layout import Part
 from state.kit import WORDS, forged, next_logits, refused
 from state.test_forged import spoil

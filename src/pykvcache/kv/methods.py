@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pykvcache._arguments import as_bool
-from pykvcache._codec import NATURAL, as_floats, as_stored
 from pykvcache._native import lib
 from pykvcache.errors import ArgumentError, ClosedError, UnsupportedOperation, shown
 from pykvcache.kv.rope import rotate
 from pykvcache.kv.types import LayerKV, LayerState, RecurrentState, SequenceKV
 from pykvcache.kv.view import CacheView
 from pykvcache.kv.write import as_parts
+from pykvcache.state.convert import NATURAL, as_floats, as_stored
 from pykvcache.state.layout import set_parts
 
 __all__ = ["KvMethods"]

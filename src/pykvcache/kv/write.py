@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._codec import NATURAL, as_floats, as_rows, as_stored, stored_dtype
 from pykvcache._native import lib
 from pykvcache.enums import GgmlType
 from pykvcache.errors import StateError, UnsupportedOperation
 from pykvcache.kv.rope import rotate
 from pykvcache.kv.types import Array, LayerKV, LayerState, RecurrentState, SequenceKV
+from pykvcache.state.convert import NATURAL, as_floats, as_rows, as_stored, stored_dtype
 from pykvcache.state.layout import Part, PartLayout, layouts_from_native
 
 __all__ = ["as_parts"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -109,10 +109,7 @@ class PartLayout:
             "n_layer": self.n_layer,
             "extended": self.extended,
             "v_trans": self.v_trans,
-            "rows": [
-                [r.what, r.layer, r.type, r.n_embd, r.row_bytes, r.n_head, r.head_dim, r.rotation]
-                for r in self.rows
-            ],
+            "rows": [astuple(rows) for rows in self.rows],
         }
 
     @classmethod

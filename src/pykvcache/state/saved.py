@@ -1,20 +1,23 @@
-"""Common base of saved sequences and contexts: bytes, files, descriptions."""
+"""Common base of saved sequences and contexts: files, tensors and header, descriptions."""
 
 from __future__ import annotations
 
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import numpy.typing as npt
 
 from pykvcache._arguments import IntArray, TokenInput, as_bool, as_bytes, as_path, as_token_array
 from pykvcache.errors import ArgumentError, StateDamaged, StateFormatError
 from pykvcache.state.atomic import write_atomically
 from pykvcache.state.container import (
+    SIZES,
     Container,
     Tensor,
     best_checksum,
@@ -25,13 +28,25 @@ from pykvcache.state.container import (
     parse,
 )
 from pykvcache.state.facts import Fingerprint
-from pykvcache.state.files import json_of, layouts_of
-from pykvcache.state.layout import PartLayout
+from pykvcache.state.layout import Part, PartLayout
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
 
-__all__ = ["Saved", "StateInfo", "describe_state"]
+__all__ = [
+    "Saved",
+    "StateInfo",
+    "check_tokens",
+    "describe_state",
+    "json_of",
+    "layouts_of",
+    "read_fingerprint",
+    "read_ints",
+    "read_metadata",
+    "read_part",
+    "write_ints",
+    "write_part",
+]
 
 Path = str | os.PathLike[str]
 #: Maximum nesting of metadata. The JSON module fails at what remains of Python's recursion limit.
@@ -77,7 +92,13 @@ class Saved(ABC):
 
     kind: ClassVar[str]
 
-    def __init__(self, fingerprint: Fingerprint, metadata: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self,
+        layouts: Sequence[PartLayout],
+        fingerprint: Fingerprint,
+        metadata: Mapping[str, Any] | None,
+    ) -> None:
+        self._layouts = tuple(layouts)
         self._fingerprint = fingerprint
         self._metadata = check_metadata(metadata)
 
@@ -115,10 +136,6 @@ class Saved(ABC):
     def n_tokens(self) -> int:
         """Number of tokens."""
 
-    @abstractmethod
-    def _layouts(self) -> tuple[PartLayout, ...]:
-        """Return the layouts of the parts."""
-
     @classmethod
     @abstractmethod
     def _parsed(cls, container: Container) -> Self:
@@ -129,7 +146,7 @@ class Saved(ABC):
             "kind": self.kind,
             "n_tokens": str(self.n_tokens),
             "fingerprint": self._fingerprint.to_json(),
-            "layout": json.dumps([layout.to_json() for layout in self._layouts()]),
+            "layout": json.dumps([layout.to_json() for layout in self._layouts]),
             "user": json.dumps(self._metadata),
             **self._text(),
         }
@@ -278,6 +295,114 @@ def read_fingerprint(container: Container) -> Fingerprint:
     text = container.metadata
     found = Fingerprint.from_json(text.get("fingerprint", ""))
     return replace(found, model_name=text.get("model_name", ""))
+
+
+# Parts as tensors of a file, and back -------------------------------------------------------------
+
+#: ``ggml_type`` to safetensors types; quantised blocks are stored as bytes.
+_DTYPES = {0: "F32", 1: "F16", 30: "BF16"}
+
+
+def json_of(container: Container, key: str) -> Any:
+    """Parse a header value that is JSON."""
+    try:
+        return json.loads(container.metadata[key])
+    except (KeyError, ValueError, RecursionError):
+        raise StateDamaged(f"the state's header has no valid {key}", what=key) from None
+
+
+def layouts_of(container: Container) -> tuple[PartLayout, ...]:
+    """Parse the layouts of a state's parts."""
+    try:
+        return tuple(PartLayout.from_json(part) for part in json_of(container, "layout"))
+    except (ValueError, TypeError, KeyError, IndexError):
+        raise StateDamaged("the state's layout is invalid", what="layout") from None
+
+
+def write_ints(name: str, values: IntArray) -> Tensor:
+    """Return int32 values as a tensor."""
+    data = np.ascontiguousarray(values, "<i4")
+    return Tensor(name, "I32", values.shape, data.reshape(-1).view(np.uint8))
+
+
+def read_ints(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> IntArray:
+    """Return a copy of an int32 tensor; -1 in `shape` matches any length.
+
+    A copy, because another program may truncate a mapped file.
+    """
+    tensor = _find(tensors, name)
+    fits = len(tensor.shape) == len(shape) and all(
+        b in (-1, a) for a, b in zip(tensor.shape, shape, strict=True)
+    )
+    if tensor.dtype != "I32" or not fits:
+        raise StateDamaged(f"the shape or type of {name} differs from its layout", what=name)
+    values: IntArray = np.frombuffer(tensor.data, "<i4").reshape(tensor.shape)
+    return values.astype(np.int32)
+
+
+def _find(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    try:
+        return tensors[name]
+    except KeyError:
+        raise StateDamaged(f"the state has no {name}", what=name) from None
+
+
+def write_part(prefix: str, part: Part) -> Iterator[Tensor]:
+    """Yield the tensors of one stream of a part."""
+    yield write_ints(f"{prefix}.positions", part.positions)
+    if part.ext is not None:
+        yield write_ints(f"{prefix}.ext", part.ext)
+    if part.members is not None:
+        yield write_ints(f"{prefix}.offsets", part.members[0])
+        yield write_ints(f"{prefix}.sequences", part.members[1])
+    for i, (name, dtype, shape) in enumerate(_headers(prefix, part)):
+        data = np.ascontiguousarray(part.tensors[i]).reshape(-1)
+        yield Tensor(name, dtype, shape, data)
+
+
+def _headers(prefix: str, part: Part) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yield name, dtype and shape of each tensor of cells, as in the file."""
+    for i, rows in enumerate(part.layout.rows):
+        dtype = _DTYPES.get(rows.type, "U8")
+        shape = part.shape(i)
+        if dtype != "U8":
+            if part.is_transposed(i):
+                shape = shape[:2]
+            elif rows.n_head:
+                shape = (len(part), rows.n_head, rows.head_dim)
+            else:
+                shape = (len(part), rows.row_bytes // SIZES[dtype])
+        yield f"{prefix}.layers.{rows.layer}.{rows.what}", dtype, shape
+
+
+def read_part(
+    tensors: Mapping[str, Tensor], prefix: str, layout: PartLayout, *, members: bool
+) -> Part:
+    """Read one stream of a part; check all sizes against the layout."""
+    positions = read_ints(tensors, f"{prefix}.positions", (-1,))
+    n = len(positions)
+    ext = read_ints(tensors, f"{prefix}.ext", (n, 3)) if layout.extended else None
+    pair = None
+    if members:
+        offsets = read_ints(tensors, f"{prefix}.offsets", (n + 1,))
+        ids = read_ints(tensors, f"{prefix}.sequences", (-1,))
+        if offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 1).any():
+            raise StateDamaged(f"{prefix}.offsets are invalid", what=f"{prefix}.offsets")
+        pair = offsets, ids
+    part = Part(layout, positions, ext, (), pair)
+    data = []
+    for i, (name, dtype, shape) in enumerate(_headers(prefix, part)):
+        tensor = _find(tensors, name)
+        if (tensor.dtype, tensor.shape) != (dtype, shape):
+            raise StateDamaged(f"the shape or type of {name} differs from its layout", what=name)
+        wanted = part.shape(i)
+        if tensor.data.nbytes != prod(wanted):
+            raise StateDamaged(f"the size of {name} differs from its layout", what=name)
+        data.append(tensor.data.reshape(wanted))
+    return replace(part, tensors=tuple(data))
+
+
+# Descriptions -------------------------------------------------------------------------------------
 
 
 def describe_state(path: Path) -> StateInfo:

@@ -19,9 +19,18 @@ from pykvcache.errors import (
 )
 from pykvcache.state.container import Container, Tensor
 from pykvcache.state.facts import Fingerprint
-from pykvcache.state.files import layouts_of, read_ints, read_part, write_ints, write_part
-from pykvcache.state.layout import IntArray, Part, PartLayout
-from pykvcache.state.saved import Saved, check_tokens, read_fingerprint, read_metadata
+from pykvcache.state.layout import IntArray, Part
+from pykvcache.state.saved import (
+    Saved,
+    check_tokens,
+    layouts_of,
+    read_fingerprint,
+    read_ints,
+    read_metadata,
+    read_part,
+    write_ints,
+    write_part,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -53,7 +62,7 @@ class SequenceState(Saved):
         tokens: TokenInput | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(fingerprint, metadata)
+        super().__init__([part.layout for part in parts], fingerprint, metadata)
         self._parts = tuple(part.in_order().freeze() for part in parts)
         self._range = self._find_range(first)
         self._tokens = None if tokens is None else check_tokens(tokens, self.n_tokens)
@@ -238,13 +247,10 @@ class SequenceState(Saved):
     def _check_joins(self, other: SequenceState) -> None:
         self._need_blocks("join")
         self._fingerprint.check(other._fingerprint)
-        if self._layouts() != other._layouts():
+        if self._layouts != other._layouts:
             raise StateLayoutMismatch("the states store K and V in different ways")
 
     # Files --------------------------------------------------------------------------------
-
-    def _layouts(self) -> tuple[PartLayout, ...]:
-        return tuple(part.layout for part in self._parts)
 
     def _text(self) -> dict[str, str]:
         return {"first": str(self.first)}

@@ -12,9 +12,19 @@ from pykvcache._arguments import TokenInput, as_int
 from pykvcache.errors import SequenceIdError, StateDamaged, shown
 from pykvcache.state.container import Container, Tensor
 from pykvcache.state.facts import Fingerprint
-from pykvcache.state.files import json_of, layouts_of, read_ints, read_part, write_ints, write_part
-from pykvcache.state.layout import IntArray, Part, PartLayout
-from pykvcache.state.saved import Saved, check_tokens, read_fingerprint, read_metadata
+from pykvcache.state.layout import IntArray, Part
+from pykvcache.state.saved import (
+    Saved,
+    check_tokens,
+    json_of,
+    layouts_of,
+    read_fingerprint,
+    read_ints,
+    read_metadata,
+    read_part,
+    write_ints,
+    write_part,
+)
 from pykvcache.state.sequence import SequenceState
 
 if TYPE_CHECKING:
@@ -42,7 +52,7 @@ class ContextState(Saved):
         tokens: Mapping[int, TokenInput] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(fingerprint, metadata)
+        super().__init__([streams[0].layout for streams in parts], fingerprint, metadata)
         self._parts = tuple(tuple(part.freeze() for part in streams) for streams in parts)
         self._firsts = {int(seq): int(first) for seq, first in sorted(firsts.items())}
         if tokens is not None and not isinstance(tokens, Mapping):
@@ -125,9 +135,6 @@ class ContextState(Saved):
         )
 
     # Files --------------------------------------------------------------------------------
-
-    def _layouts(self) -> tuple[PartLayout, ...]:
-        return tuple(streams[0].layout for streams in self._parts)
 
     def _text(self) -> dict[str, str]:
         pairs = ",".join(f"[{seq},{first}]" for seq, first in self._firsts.items())

@@ -29,7 +29,7 @@ from pykvcache.kv import KvMethods
 from pykvcache.memory import KvCacheMethods
 from pykvcache.model import LlamaModel
 from pykvcache.pictures import PictureMethods
-from pykvcache.state import LlamaFileMethods
+from pykvcache.state import StateMethods
 
 __all__ = ["LlamaContext", "open_context"]
 
@@ -41,7 +41,7 @@ class LlamaContext(
     KvCacheMethods,
     PictureMethods,
     KvMethods,
-    LlamaFileMethods,
+    StateMethods,
     Closing,
 ):
     """A context of a model: decodes tokens and keeps their keys and values.

@@ -10,7 +10,6 @@ from typing import (
     TYPE_CHECKING,
     Any,
     NoReturn,
-    Protocol,
     SupportsIndex,
     TypeAlias,
     cast,
@@ -27,6 +26,7 @@ from pykvcache.chat_format import ChatFormat
 from pykvcache.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from pykvcache.context import LlamaContext
     from pykvcache.model import LlamaModel
 
 __all__ = ["Sampler"]
@@ -152,14 +152,6 @@ _CHOICES: tuple[NativeStage, ...] = (
 _GREEDY: NativeStage = ("greedy", ())
 _POSSIBLE: NativeStage = ("possible", ())
 _ADAPTIVE: NativeStage = ("adaptive", ("adaptive_target", "adaptive_decay"))
-
-
-class HasContext(Protocol):
-    """The interface of `LlamaContext` that a sampler uses."""
-
-    @property
-    def native(self) -> lib.Context:
-        """The object of the compiled layer."""
 
 
 class Sampler:
@@ -335,7 +327,7 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
         """The object of the compiled layer."""
         return self._native
 
-    def sample(self, source: HasContext | npt.NDArray[np.float32], i: SupportsIndex = -1) -> int:
+    def sample(self, source: LlamaContext | npt.NDArray[np.float32], i: SupportsIndex = -1) -> int:
         """Choose a token and accept it (``llama_sampler_apply``, ``llama_sampler_accept``).
 
         Parameters
@@ -358,7 +350,7 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
         return self._native.sample(*_logits(source, i))
 
     def logprobs(
-        self, source: HasContext | npt.NDArray[np.float32], i: SupportsIndex = -1
+        self, source: LlamaContext | npt.NDArray[np.float32], i: SupportsIndex = -1
     ) -> FloatArray:
         """Return, for each token, the log-probability that the next `sample` chooses it.
 
@@ -455,21 +447,18 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
         )
 
     def __repr__(self) -> str:
-        shown = dict(self._params, model=self._model)
-        if shown["seed"] == RANDOM_SEED:
-            shown["seed"] = None
-        shown["logit_bias"] = shown["logit_bias"] or None
-        texts = {
-            "logit_bias": reprlib.repr(shown["logit_bias"]),
-            "grammar": _SHORT.repr(shown["grammar"]),
-        }
-        shown = {k: v for k, v in shown.items() if _QUIET.get(k, _SHOWN) != v}
-        settings = (f"{name}={texts.get(name) or repr(v)}" for name, v in shown.items())
+        bias, grammar = self._params["logit_bias"] or None, self._params["grammar"]
+        shown = {**self._params, "seed": self.seed, "model": self._model}
+        texts = {"logit_bias": reprlib.repr(bias), "grammar": _SHORT.repr(grammar)}
+        settings = (
+            f"{name}={texts.get(name) or repr(value)}"
+            for name, value in shown.items()
+            if name not in _QUIET or value != _QUIET[name]
+        )
         return f"Sampler({', '.join(settings)})"
 
 
 #: Settings that are shown only if they differ from these.
-_SHOWN = object()
 _QUIET: dict[str, object] = {
     **{name: one.default for name, one in SETTINGS.items() if not one.is_shown},
     "dry_sequence_breakers": DRY_BREAKERS,
@@ -585,7 +574,7 @@ def _native_model(model: object) -> lib.Model | None:
 
 
 def _logits(
-    source: HasContext | npt.NDArray[np.float32], i: SupportsIndex
+    source: LlamaContext | npt.NDArray[np.float32], i: SupportsIndex
 ) -> tuple[lib.Context | None, FloatArray]:
     """Return a context and its logits, or None and a checked array."""
     native = getattr(source, "native", None)

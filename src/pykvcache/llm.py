@@ -220,30 +220,26 @@ class LLM(Closing):
             layers: Any = default_layers() if n_gpu_layers is None else n_gpu_layers
             self._model = LlamaModel(os.path.expanduser(model), n_gpu_layers=layers)
         self._embedder = Embedder(self._model)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._close_model)
             free = free_memory()
             if n_ctx is None:
                 n_ctx = default_cells(self._model, n_seq_max, free // 4, options)
             self._ctx = open_context(self._model, n_ctx=n_ctx, n_seq_max=n_seq_max, **options)
-            try:
-                if ram_bytes is None:
-                    ram_bytes = min(max(free // 8, LEAST_RAM_BYTES), MOST_RAM_BYTES)
-                self._cache = PrefixCache(
-                    self._ctx,
-                    ram_bytes=ram_bytes,
-                    policy=policy,
-                    namespace=namespace,
-                    tiers=as_tiers(cache, folder_bytes),
-                    secret=secret,
-                    tier_seconds=tier_seconds,
-                )
-                self._generator = BatchGenerator(self._cache)
-            except BaseException:
-                self._ctx.close()
-                raise
-        except BaseException:
-            self._close_model()
-            raise
+            undo.callback(self._ctx.close)
+            if ram_bytes is None:
+                ram_bytes = min(max(free // 8, LEAST_RAM_BYTES), MOST_RAM_BYTES)
+            self._cache = PrefixCache(
+                self._ctx,
+                ram_bytes=ram_bytes,
+                policy=policy,
+                namespace=namespace,
+                tiers=as_tiers(cache, folder_bytes),
+                secret=secret,
+                tier_seconds=tier_seconds,
+            )
+            self._generator = BatchGenerator(self._cache)
+            undo.pop_all()
 
     # Parts --------------------------------------------------------------------------------------
 

@@ -417,12 +417,8 @@ class LLM(Closing):
             As in `LlamaModel.chat_format`.
         json_schema
             Schema of the content.
-        max_tokens
-            Maximum number of new tokens; None: until the text ends or the context is full.
-        sampler
-            Copied. Default: greedy.
-        stop
-            Strings and token ids that end the answer.
+        max_tokens, sampler, stop
+            As in `generate`.
         **template
             As in `LlamaModel.apply_chat_template`.
 
@@ -553,7 +549,7 @@ class LLM(Closing):
         """
         _check_options(sampling, Sampler, "create_completion")
         sampler = Sampler(model=self._model, **sampling)
-        start = head("cmpl-", "text_completion", Path(self._model.path).name)
+        start = head("cmpl-", "text_completion", self._name)
         tokens = self.tokens_of(prompt)
         n = as_int(logprobs, "logprobs", 0, self._model.n_vocab)
         given: Any = tokens
@@ -645,9 +641,8 @@ class LLM(Closing):
         form, handle, written = self._submit_chat(
             messages, tools, tool_choice, schema, max_tokens, sampler, stop, own
         )
-        name = Path(self._model.path).name
         if stream:
-            start = head("chatcmpl-", "chat.completion.chunk", name)
+            start = head("chatcmpl-", "chat.completion.chunk", self._name)
             return self._chat_chunks(form, handle, written, start)
         with _aborting(handle):
             found = _completion(handle.wait())
@@ -655,7 +650,7 @@ class LLM(Closing):
         message = parse_answer(form, "".join(pieces) + written.finish())
         reason = finish_reason(found.finish_reason, has_calls=bool(message.tool_calls))
         choice = {"index": 0, "message": message_of(message), "finish_reason": reason}
-        start = head("chatcmpl-", "chat.completion", name)
+        start = head("chatcmpl-", "chat.completion", self._name)
         return {**start, "choices": [{**choice, "logprobs": None}], "usage": found.usage}
 
     def _chat_chunks(
@@ -687,9 +682,8 @@ class LLM(Closing):
             {"object": "embedding", "index": i, "embedding": row.tolist()}
             for i, row in enumerate(rows)
         ]
-        name = Path(self._model.path).name
         usage = {"prompt_tokens": n, "total_tokens": n}
-        return {"object": "list", "model": name, "data": data, "usage": usage}
+        return {"object": "list", "model": self._name, "data": data, "usage": usage}
 
     # Lifetime -----------------------------------------------------------------------------------
 
@@ -706,12 +700,16 @@ class LLM(Closing):
             self._model.close()
 
     @property
+    def _name(self) -> str:
+        return Path(self._model.path).name
+
+    @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
         return self._ctx.is_closed
 
     def __repr__(self) -> str:
-        return f"<LLM {Path(self._model.path).name}: {self._ctx!r}, {self._cache!r}>"
+        return f"<LLM {self._name}: {self._ctx!r}, {self._cache!r}>"
 
 
 def _completion(handle: GenerationHandle) -> Completion:

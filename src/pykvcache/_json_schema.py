@@ -317,16 +317,13 @@ class _Writer:
 
     def _string(self, schema: Schema, path: str) -> Schema:
         if "pattern" in schema:
-            taken = {"pattern"}
-            made: Schema = {}
+            made: Schema = {"type": "string"}
             try:
                 made["pattern"] = convertible_pattern(str(schema["pattern"]))
             except UnsupportedPattern as error:
-                taken = set()
                 self.ignored.append(f"pattern {schema['pattern']!r}: {error} ({path})")
-                schema = {k: v for k, v in schema.items() if k != "pattern"}
-            self._ignore(schema, path, taken, "string")
-            return {"type": "string", **made}
+            self._ignore(schema, path, {"pattern"}, "string")
+            return made
         if isinstance(schema.get("format"), str) and _FORMATS.fullmatch(schema["format"]):
             self._ignore(schema, path, {"format"}, "string")
             return {"type": "string", "format": schema["format"]}
@@ -354,19 +351,20 @@ class _Writer:
             if not _is_number(value) or not abs(value) <= BOUND_MAX:
                 told = f"{name} must lie in [-{BOUND_MAX}, {BOUND_MAX}]"
                 raise self._fail(path, told, value, BOUND_MAX)
-        low = [math.ceil(schema["minimum"])] if "minimum" in schema else []
-        if "exclusiveMinimum" in schema:
-            low.append(math.floor(schema["exclusiveMinimum"]) + 1)
-        high = [math.floor(schema["maximum"])] if "maximum" in schema else []
-        if "exclusiveMaximum" in schema:
-            high.append(math.ceil(schema["exclusiveMaximum"]) - 1)
-        if not low and not high:
+        if not bounds & schema.keys():
             return {"type": "integer"}
         # Always both bounds: with a single one the converter reads 105 as 15.
-        low, high = low or [-BOUND_MAX], high or [BOUND_MAX]
-        if max(low) > min(high):
+        low = max(
+            math.ceil(schema.get("minimum", -BOUND_MAX)),
+            math.floor(schema.get("exclusiveMinimum", -BOUND_MAX - 1)) + 1,
+        )
+        high = min(
+            math.floor(schema.get("maximum", BOUND_MAX)),
+            math.ceil(schema.get("exclusiveMaximum", BOUND_MAX + 1)) - 1,
+        )
+        if low > high:
             raise self._fail(path, "no integer lies between its bounds")
-        return {"type": "integer", "minimum": max(low), "maximum": min(high)}
+        return {"type": "integer", "minimum": low, "maximum": high}
 
 
 def _implied(schema: Schema) -> str | None:

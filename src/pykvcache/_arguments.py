@@ -19,27 +19,6 @@ import numpy.typing as npt
 
 from pykvcache.errors import ArgumentError, DetailedError, shown
 
-__all__ = [
-    "ByteArray",
-    "FileId",
-    "IntArray",
-    "Places",
-    "TokenInput",
-    "as_bool",
-    "as_bytes",
-    "as_file_name",
-    "as_float",
-    "as_index",
-    "as_int",
-    "as_list",
-    "as_path",
-    "as_token_array",
-    "check_regular",
-    "choose",
-    "file_id",
-    "places",
-]
-
 
 def as_index(value: SupportsIndex, what: str) -> int:
     """Return an integer of any size; a ``bool`` or ``float`` is refused."""

@@ -76,11 +76,21 @@ def default_layers() -> int:
     return -1 if takes_layers() else 0
 
 
-def chosen(names: object) -> list[bytes] | None:
-    """Return the names of a model's devices as bytes; ``None`` leaves the choice to llama.cpp."""
+def chosen(names: object, *, is_remote: bool = False) -> list[bytes] | None:
+    """Return the names of a model's local devices as bytes.
+
+    ``None`` leaves the choice to llama.cpp, which would name those of RPC servers, too.
+    """
+    facts = lib.device_facts()
     if names is None:
-        return None
-    kinds = {name: _KINDS[kind] for name, kind, *_ in lib.device_facts()}
+        if not is_remote:
+            return None
+        return [
+            name.encode()
+            for name, kind, backend, *_ in facts
+            if _KINDS[kind] in _TAKES_LAYERS and backend != "RPC"
+        ]
+    kinds = {name: _KINDS[kind] for name, kind, *_ in facts}
     able = [name for name, kind in kinds.items() if kind in _TAKES_LAYERS]
     found = _different(names, "devices", "names")
     for name in found:
@@ -132,17 +142,6 @@ def endpoints(names: object) -> list[str]:
                 name,
             )
     return found
-
-
-def local_devices(names: list[bytes] | None) -> list[bytes]:
-    """Return the local devices that hold layers of a model next to the RPC servers."""
-    if names is not None:
-        return names
-    return [
-        name.encode()
-        for name, kind, backend, *_ in lib.device_facts()
-        if _KINDS[kind] in _TAKES_LAYERS and backend != "RPC"
-    ]
 
 
 def shares(split: Sequence[float] | None, n_devices: int) -> list[float] | None:

@@ -20,7 +20,7 @@ from pykvcache._arguments import (
     choose,
 )
 from pykvcache._closing import Closing
-from pykvcache._devices import chosen, endpoints, local_devices, shares, takes_layers
+from pykvcache._devices import chosen, endpoints, shares, takes_layers
 from pykvcache._model_file import file_ids, model_fingerprint, readable_path
 from pykvcache._native import lib
 from pykvcache.adapters import ControlVector, LoraAdapter
@@ -110,11 +110,9 @@ class LlamaModel(Closing):
         use_extra_bufts: bool = True,
         progress: Callable[[float], bool | None] | None = None,
     ) -> None:
-        names = chosen(devices)
         remote = endpoints(rpc)
+        names = chosen(devices, is_remote=bool(remote))
         timeout = as_float(rpc_timeout, "rpc_timeout", 0.01, 1e6)
-        if remote:
-            names = local_devices(names)
         if n_gpu_layers is None:
             n_gpu_layers = -1 if remote else 0
         params: dict[str, Any] = {

@@ -14,21 +14,6 @@ from pykvcache.errors import ArgumentError, ChatParseError
 from pykvcache.model import LlamaModel
 from pykvcache.prefix.report import ReuseReport
 
-__all__ = [
-    "CallDelta",
-    "ChatStream",
-    "Delta",
-    "finish_reason",
-    "head",
-    "make_id",
-    "message_of",
-    "parse_answer",
-    "schema_of",
-    "text_logprobs",
-    "token_logprobs",
-    "usage_of",
-]
-
 #: ``system_fingerprint``; clients of llama-server expect a leading b.
 FINGERPRINT = "b-pykvcache-0.1.0"
 

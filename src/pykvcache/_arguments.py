@@ -19,6 +19,20 @@ import numpy.typing as npt
 
 from pykvcache.errors import ArgumentError, DetailedError, shown
 
+ByteArray = npt.NDArray[np.uint8]
+IntArray = npt.NDArray[np.int32]
+#: Accepted as tokens: an integer array, or a sequence of integers.
+TokenInput = npt.NDArray[np.integer[Any]] | Sequence[SupportsIndex]
+#: Size, modification time, device, inode.
+FileId: TypeAlias = tuple[int, int, int, int]
+
+_MESSAGES = ": model.apply_chat_template turns messages into text, model.tokenize text into tokens"
+
+_T = TypeVar("_T")
+E = TypeVar("E", bound=IntEnum)
+INT32 = np.iinfo(np.int32)
+INT32_DTYPE = np.dtype(np.int32)
+
 
 def as_index(value: SupportsIndex, what: str) -> int:
     """Return an integer of any size; a ``bool`` or ``float`` is refused."""
@@ -58,18 +72,11 @@ def as_int(
     return number
 
 
-_T = TypeVar("_T")
-
-
 def as_list(values: Iterable[_T], what: str, of: str) -> list[_T]:
     """Return an iterable as a list; raise TypeError for others, and arrays without dimensions."""
     if not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0:
         raise TypeError(f"{what} must be a sequence of {of}, not {type(values).__name__}")
     return list(values)
-
-
-#: Size, modification time, device, inode.
-FileId: TypeAlias = tuple[int, int, int, int]
 
 
 def as_path(
@@ -92,9 +99,7 @@ def as_path(
     try:
         os.fsencode(name)
     except UnicodeEncodeError as found:
-        at = found.start
-        text = f"{what} is {shown(name)}: character {at} cannot be part of a file name"
-        raise error(text, what, name, at) from None
+        raise _not_in_names(what, name, found.start, error) from None
     return name
 
 
@@ -104,10 +109,14 @@ def as_file_name(
     """Return a valid file name as text: `as_path` without NUL."""
     name = as_path(value, what, error=error)
     if "\0" in name:
-        at = name.index("\0")
-        text = f"{what} is {shown(name)}: character {at} cannot be part of a file name"
-        raise error(text, what, name, at)
+        raise _not_in_names(what, name, name.index("\0"), error)
     return name
+
+
+def _not_in_names(what: str, name: str, at: int, error: type[DetailedError]) -> DetailedError:
+    return error(
+        f"{what} is {shown(name)}: character {at} cannot be part of a file name", what, name, at
+    )
 
 
 def check_regular(path: str) -> int:
@@ -147,18 +156,6 @@ def file_id(path: str) -> FileId:
     """Return attributes that change when a file is written or replaced."""
     facts = os.stat(path)
     return facts.st_size, facts.st_mtime_ns, facts.st_dev, facts.st_ino
-
-
-ByteArray = npt.NDArray[np.uint8]
-IntArray = npt.NDArray[np.int32]
-#: Accepted as tokens: an integer array, or a sequence of integers.
-TokenInput = npt.NDArray[np.integer[Any]] | Sequence[SupportsIndex]
-
-_MESSAGES = ": model.apply_chat_template turns messages into text, model.tokenize text into tokens"
-
-E = TypeVar("E", bound=IntEnum)
-INT32 = np.iinfo(np.int32)
-INT32_DTYPE = np.dtype(np.int32)
 
 
 def as_bool(value: object, what: str) -> bool:

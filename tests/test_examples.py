@@ -314,3 +314,23 @@ def test_endless_generation_says_what_cannot_be_done(model_folder: Path) -> None
         assert result.returncode == 1
         assert said in result.stderr
         assert result.stderr.count("\n") == 1
+
+
+def test_the_notebook_runs_and_shows_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pip install '.[plot]'")
+    nbclient, nbformat, _ = (
+        pytest.importorskip(name, reason="pip install nbclient ipykernel")
+        for name in ("nbclient", "nbformat", "ipykernel")
+    )
+    notebook = nbformat.read(EXAMPLES / "forked_story.ipynb", as_version=4)
+    nbclient.NotebookClient(
+        notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    cells = {cell.source.splitlines()[-1]: cell for cell in notebook.cells if "outputs" in cell}
+    assert "<svg" in cells["ctx"].outputs[0].data["text/html"]
+    for source, kind in (
+        ("story", "text/html"),
+        ("ctx.kv(story.seq_id).plot()", "image/svg+xml"),
+    ):
+        assert any(kind in output.get("data", {}) for output in cells[source].outputs), source
+    assert "to evaluate" in cells["sequence.reuse"].outputs[-1].data["text/html"]

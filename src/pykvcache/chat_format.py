@@ -148,12 +148,13 @@ class ChatFormat:
             (``detokenize(tokens, special=True)``). May end with an end-of-generation token.
         partial
             Parse the beginning of a message and return what is final of it. Arguments are not
-            checked.
+            checked. Never fails.
 
         Raises
         ------
         ChatParseError
-            It is not a message of this format, or a tool's arguments do not match its schema.
+            It is not a message of this format, or a tool's arguments do not match its schema. The
+            exception's ``text`` has it.
         """
         if not isinstance(text, str):
             flags = (False, True, TEXT_BYTES_MAX)

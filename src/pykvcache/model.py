@@ -533,10 +533,8 @@ class LlamaModel(Closing):
             Schema of the content, for answers without tools. Reasoning may precede it.
         strict
             Refuse a `json_schema` with keywords that a grammar cannot enforce; see `Sampler`.
-        template
-            A Jinja template in place of the model's.
-        **variables
-            Other variables that the template reads, such as ``enable_thinking=False``.
+        template, **variables
+            As in `apply_chat_template`.
 
         Raises
         ------
@@ -577,19 +575,15 @@ class LlamaModel(Closing):
 
         Parameters
         ----------
-        text
-            The model's output: tokens, or text with special tokens written out
-            (``detokenize(tokens, special=True)``). May end with an end-of-generation token.
-        partial
-            Parse the beginning of a message and return what is final. Never fails.
+        text, partial
+            As in `ChatFormat.parse`.
         tools, template, **variables
             The arguments of `apply_chat_template`.
 
         Raises
         ------
         ChatParseError
-            The text is not a message of this format, or a tool's arguments do not match its schema
-            (a ValueError). The exception's ``text`` has it.
+            As in `ChatFormat.parse` (a ValueError).
 
         Examples
         --------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,17 +10,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pykvcache._arguments import ByteArray
 from pykvcache._native import lib
 from pykvcache.enums import GgmlType
 from pykvcache.errors import StateError, UnsupportedOperation
 from pykvcache.kv.rope import rotate
 from pykvcache.kv.types import Array, LayerKV, LayerState, RecurrentState, SequenceKV
 from pykvcache.state.convert import NATURAL, as_floats, as_rows, as_stored, stored_dtype
-from pykvcache.state.layout import Part, PartLayout, layouts_from_native
+from pykvcache.state.layout import Part, PartLayout, Rows, layouts_from_native
 
 __all__ = ["as_parts"]
-
-Bytes = npt.NDArray[np.uint8]
 
 
 def as_parts(native: lib.Context, arrays: SequenceKV[Any]) -> list[Part]:
@@ -60,17 +60,15 @@ def _check_parts(
         raise StateError(message, "recurrent position", recurrent.position, last)
     if window is None:
         return
-    found, counts = np.unique(window.positions, return_counts=True)
-    every, all_counts = np.unique(arrays.positions, return_counts=True)
-    have = dict(zip(found.tolist(), counts.tolist(), strict=True))
-    expected = dict(zip(every.tolist(), all_counts.tolist(), strict=True))
-    if any(expected.get(position) != n for position, n in have.items()):
+    held = Counter(np.asarray(window.positions).tolist())
+    every = Counter(arrays.positions.tolist())
+    if any(every[position] != n for position, n in held.items()):
         raise StateError("the window part holds tokens that the attention part does not")
-    seen = every[every >= native.window_needed(last + 1)]
-    missing = [position for position in seen.tolist() if position not in have]
-    if missing:
-        message = f"the window part lacks position {missing[0]}, which the next token sees"
-        raise StateError(message, "window position", missing[0])
+    first = native.window_needed(last + 1)
+    missing = min((p for p in every if p >= first and p not in held), default=None)
+    if missing is not None:
+        message = f"the window part lacks position {missing}, which the next token sees"
+        raise StateError(message, "window position", missing)
 
 
 def _attention(native: lib.Context, arrays: SequenceKV[Any], layout: PartLayout) -> Part:
@@ -84,7 +82,7 @@ def _attention(native: lib.Context, arrays: SequenceKV[Any], layout: PartLayout)
         message = f"{len(arrays.layers)} layers given, but the cache has {n_layers}"
         raise StateError(message, "layers", len(arrays.layers), n_layers)
     ext = None if arrays.extended is None else np.asarray(arrays.extended, np.int32)
-    tensors: list[Bytes] = []
+    tensors: list[ByteArray] = []
     part = Part(layout, positions, ext, ())
     for i, rows in enumerate(layout.rows):
         layer = arrays.layers[i % n_layers]
@@ -100,7 +98,7 @@ def _attention(native: lib.Context, arrays: SequenceKV[Any], layout: PartLayout)
             given = rotate(given, positions, facts, undo=False, operation="write_kv")
         # Untransposed values imply flash attention.
         flash = not layout.v_trans
-        stored = _rows(given, shape, rows.type, rows.rotation, rows.n_embd, what, flash)
+        stored = _rows(given, shape, rows, what, flash=flash)
         if part.is_transposed(i):
             columns = as_stored(stored, rows.type).reshape(n, rows.n_embd).T
             stored = np.ascontiguousarray(columns).view(np.uint8)
@@ -155,41 +153,36 @@ def _recurrent(state: RecurrentState, layout: PartLayout) -> Part:
         what = f"recurrent layers[{at}].{rows.what}"
         values = _floats(getattr(state.layers[at], rows.what), (rows.n_embd * n,), what)
         shape = n, 1, rows.n_embd
-        stored = _rows(values.reshape(shape), shape, rows.type, 0, rows.n_embd, what, False)
+        stored = _rows(values.reshape(shape), shape, rows, what, flash=False)
         tensors.append(stored.reshape(part.shape(i)))
     return replace(part, tensors=tuple(tensors))
 
 
 def _rows(
-    given: Array,
-    shape: tuple[int, int, int],
-    kind: int,
-    edge: int,
-    n_embd: int,
-    what: str,
-    flash: bool,
-) -> Bytes:
+    given: Array, shape: tuple[int, int, int], rows: Rows, what: str, *, flash: bool
+) -> ByteArray:
     """Convert floats or stored bits to rows of the cache's type, safe for attention."""
     array = np.asarray(given)
-    if array.dtype == stored_dtype(kind) and kind not in NATURAL:
-        bits = (*shape[:2], as_rows(np.zeros((1, 1, shape[2]), np.float32), kind, 0).shape[-1])
-        rows = np.ascontiguousarray(array).view(np.uint8)
-        if rows.shape != bits:
-            message = f"{what} has {rows.shape} bytes: expected {bits}"
-            raise StateError(message, what, rows.shape, bits)
+    if array.dtype == stored_dtype(rows.type) and rows.type not in NATURAL:
+        n, n_head, _ = shape
+        bits = n, n_head, rows.row_bytes // n_head
+        stored = np.ascontiguousarray(array).view(np.uint8)
+        if stored.shape != bits:
+            message = f"{what} has {stored.shape} bytes: expected {bits}"
+            raise StateError(message, what, stored.shape, bits)
     else:
-        rows = as_rows(_floats(array, shape, what), kind, edge)
-    values = as_floats(rows, kind, 0)
+        stored = as_rows(_floats(array, shape, what), rows.type, rows.rotation)
+    values = as_floats(stored, rows.type, 0)
     if not np.isfinite(values).all():
         raise StateError(
             f"{what} holds NaN, infinity, or a value too large for the cache's type", what=what
         )
-    largest = lib.largest_value(n_embd, flash and kind == GgmlType.F32)
+    largest = lib.largest_value(rows.n_embd, flash and rows.type == GgmlType.F32)
     found = float(np.abs(values).max(initial=0))
     if found > largest:
         message = f"{what} holds {found:.4g}: products of values over {largest:.4g} overflow"
         raise StateError(message, what, found, largest)
-    return rows
+    return stored
 
 
 def _floats(given: Array, shape: tuple[int, ...], what: str) -> npt.NDArray[Any]:

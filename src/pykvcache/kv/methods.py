@@ -102,32 +102,25 @@ class KvMethods:
             raise ArgumentError(
                 "with copy=False nothing can be converted: leave out dtype and rope", "copy", copy
             )
-        found = {
-            part: (positions, extended, layers)
-            for part, positions, extended, layers in self._native.take(seq_id, copy)
-        }
-        result: SequenceKV[Any] | None = None
-        recurrent = window = None
-        if "recurrent" in found:
-            positions, first, layers = found["recurrent"]
-            recurrent = RecurrentState(
-                int(positions[0]) if len(positions) else -1,
-                [_state(layer, len(positions), copy) for layer in layers],
-                first,
-            )
-        for part in ("window", "attention"):
-            if part not in found:
-                continue
+        found = {part: facts for part, *facts in self._native.take(seq_id, copy)}
+
+        def read(
+            part: str, window: Any = None, recurrent: RecurrentState | None = None
+        ) -> SequenceKV[Any]:
             positions, extended, layers = found[part]
             edges = self._native.hadamard(part)
-            read = [self._layer(layer, positions, edges, copy, wanted, rope) for layer in layers]
-            if part == "window":
-                window = SequenceKV(positions, read, extended, rope=rope)
-            else:
-                result = SequenceKV(positions, read, extended, window, recurrent, rope)
-        if result is None:
-            result = SequenceKV(np.empty(0, np.int32), [], recurrent=recurrent, rope=rope)
-        return result
+            each = [self._layer(layer, positions, edges, copy, wanted, rope) for layer in layers]
+            return SequenceKV(positions, each, extended, window, recurrent, rope)
+
+        recurrent = None
+        if "recurrent" in found:
+            positions, first, layers = found["recurrent"]
+            states = [_state(layer, len(positions), copy) for layer in layers]
+            recurrent = RecurrentState(int(positions[0]) if len(positions) else -1, states, first)
+        window = read("window") if "window" in found else None
+        if "attention" in found:
+            return read("attention", window, recurrent)
+        return SequenceKV(np.empty(0, np.int32), [], recurrent=recurrent, rope=rope)
 
     def _layer(
         self,

@@ -18,6 +18,7 @@ from pykvcache import (
     LlamaContext,
     LlamaModel,
     LlamaSequence,
+    PrefixCache,
     Sampler,
     embedded_model_path,
 )
@@ -425,7 +426,7 @@ def test_a_given_model_stays_open(stories: LlamaModel) -> None:
     llm.close()
 
 
-def test_what_fails_leaves_nothing_open(tmp_path: Path) -> None:
+def test_what_fails_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelLoadError):
         LLM(tmp_path / "missing.gguf")
     for options in ({"n_parallel": 0}, {"n_ctx": -1}, {"namespace": 3}, {"secret": b"short"}):
@@ -438,6 +439,19 @@ def test_what_fails_leaves_nothing_open(tmp_path: Path) -> None:
         pytest.raises(ArgumentError, match="this LlamaModel is already loaded"),
     ):
         LLM(model, n_gpu_layers=3)
+    opened: list[LlamaContext] = []
+
+    def fail(cache: PrefixCache) -> None:
+        opened.append(cache.context)
+        raise MemoryError
+
+    monkeypatch.setattr("pykvcache.llm.BatchGenerator", fail)
+    for given in (embedded_model_path(), LlamaModel(embedded_model_path())):
+        with pytest.raises(MemoryError):
+            LLM(given, n_ctx=512)
+        ctx = opened.pop()
+        assert ctx.is_closed
+        assert ctx.model.is_closed == isinstance(given, str)
 
 
 @pytest.mark.not_on_a_device(reason="layers on servers take no adapters")

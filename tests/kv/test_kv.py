@@ -41,23 +41,6 @@ def test_removed_and_shifted_cells_are_read_as_they_are_now(
         assert np.array_equal(was.values[rest], now.values)
 
 
-@pytest.mark.hazard("S1")
-def test_a_shift_is_the_rotation_that_numpy_computes(make_context: Make) -> None:
-    ctx = make_context("llama_h64", n_ctx=512)
-    ctx.decode(WORDS[:20])
-    before = ctx.kv(0)
-    ctx.kv_cache_seq_add(0, None, None, 37)
-    after = ctx.kv(0)
-    n_rot = int(ctx.model.metadata["llama.rope.dimension_count"])
-    base = float(ctx.model.metadata.get("llama.rope.freq_base", 10000))
-    angle = 37 * base ** (-np.arange(0, n_rot, 2) / n_rot)
-    for was, now in zip(before.layers, after.layers, strict=True):
-        pairs = was.keys[..., :n_rot:2] + 1j * was.keys[..., 1:n_rot:2]
-        turned = pairs * np.exp(1j * angle)
-        assert np.abs(turned.real - now.keys[..., :n_rot:2]).max() < 1e-3
-        assert np.abs(turned.imag - now.keys[..., 1:n_rot:2]).max() < 1e-3
-
-
 def test_a_fork_is_read_without_the_rest_of_the_cache(make_context: Make) -> None:
     ctx = make_context("llama_h64", n_ctx=512)
     ctx.decode(WORDS[:20])

@@ -196,6 +196,7 @@ def attention_parts(arrays: SequenceKV) -> list[SequenceKV]:
     return [arrays, *([arrays.window] if arrays.window else [])]
 
 
+@pytest.mark.hazard("S1")
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 @pytest.mark.parametrize("name", [*shiftable(), "lfm2_swa"])
 def test_rope_is_what_numpy_computes_from_its_definition(

@@ -42,6 +42,18 @@ _ENUMS: dict[str, type[IntEnum]] = {
     "attention_type": AttentionType,
     "rope_scaling_type": RopeScalingType,
 }
+#: Parameters with their minimum and maximum.
+_INTEGERS = {
+    "n_ctx": (0, 2**31 - 1),
+    "n_batch": (1, 2**31 - 1),
+    "n_ubatch": (1, 2**31 - 1),
+    "n_seq_max": (1, MAX_SEQUENCES),
+    "n_rs_seq": (0, MAX_EARLIER_STATES),
+    "n_threads": (1, THREADS_MAX),
+    "n_threads_batch": (1, THREADS_MAX),
+    "yarn_orig_ctx": (0, 2**31 - 1),
+}
+_FLAGS = ("kv_unified", "swa_full", "embeddings", "offload_kqv", "op_offload", "no_perf")
 #: Parameters with their minimum, which takes the model's value.
 _FLOATS = {
     "rope_freq_base": 0.0,
@@ -91,32 +103,25 @@ def check_params(model: LlamaModel, given: Mapping[str, Any]) -> dict[str, Any]:
         raise ContextCreateError(
             "the model was loaded with vocab_only=True: it has no weights", "model"
         )
-    n_ctx = given["n_ctx"]
-    if n_ctx is None:
-        n_ctx = min(N_CTX_DEFAULT, model.n_ctx_train or N_CTX_DEFAULT)
-    if given["n_threads"] is not None:
-        threads = batch_threads = given["n_threads"]
+    asked = dict(given)
+    if asked["n_ctx"] is None:
+        asked["n_ctx"] = min(N_CTX_DEFAULT, model.n_ctx_train or N_CTX_DEFAULT)
+    if asked["n_threads"] is None:
+        asked["n_threads"], n_batch_threads = default_threads(model.size)
     else:
-        threads, batch_threads = default_threads(model.size)
-    if given["n_threads_batch"] is not None:
-        batch_threads = given["n_threads_batch"]
+        n_batch_threads = asked["n_threads"]
+    if asked["n_threads_batch"] is None:
+        asked["n_threads_batch"] = n_batch_threads
     params: dict[str, Any] = {
-        "n_ctx": as_int(n_ctx, "n_ctx", 0, 2**31 - 1),
-        "n_batch": as_int(given["n_batch"], "n_batch", 1, 2**31 - 1),
-        "n_ubatch": as_int(given["n_ubatch"], "n_ubatch", 1, 2**31 - 1),
-        "n_seq_max": as_int(given["n_seq_max"], "n_seq_max", 1, MAX_SEQUENCES),
-        "n_rs_seq": as_int(given["n_rs_seq"], "n_rs_seq", 0, MAX_EARLIER_STATES),
-        "n_threads": as_int(threads, "n_threads", 1, 512),
-        "n_threads_batch": as_int(batch_threads, "n_threads_batch", 1, 512),
-        "flash_attn": choose(_flash(given["flash_attn"]), FlashAttention, "flash_attn"),
-        "yarn_orig_ctx": as_int(given["yarn_orig_ctx"], "yarn_orig_ctx", 0, 2**31 - 1),
+        name: as_int(asked[name], name, least, most) for name, (least, most) in _INTEGERS.items()
     }
+    params["flash_attn"] = choose(_flash(given["flash_attn"]), FlashAttention, "flash_attn")
     for name, kind in _ENUMS.items():
         params[name] = choose(given[name], kind, name)
     for name, least in _FLOATS.items():
         params[name] = as_float(given[name], name, least, 1e30)
-    for flag in ("kv_unified", "swa_full", "embeddings", "offload_kqv", "op_offload", "no_perf"):
-        params[flag] = as_bool(given[flag], flag)
+    for name in _FLAGS:
+        params[name] = as_bool(given[name], name)
     _check_together(model, params)
     return params
 
@@ -154,25 +159,21 @@ def _check_together(model: LlamaModel, params: dict[str, Any]) -> None:
             True,
         )
     _check_types(model, params)
-    total, available = cache_bytes(model, params, n_ctx), _physical_memory()
-    if available and total > available:
-        raise ContextCreateError(
-            f"a cache of n_ctx={n_ctx} would take {total / 2**30:.1f} GiB; "
-            f"this machine has {available / 2**30:.1f} GiB",
-            "n_ctx",
-            n_ctx,
-            n_ctx * available // total,
-        )
-    n_kept = params["n_rs_seq"]
-    total = (1 + n_kept) * params["n_seq_max"] * 4 * model.native.state_values
-    if available and total > available:
-        raise ContextCreateError(
-            f"recurrent states with n_rs_seq={n_kept} would take {total / 2**30:.1f} GiB; "
-            f"this machine has {available / 2**30:.1f} GiB",
-            "n_rs_seq",
-            n_kept,
-            (1 + n_kept) * available // total - 1,
-        )
+    available = _physical_memory()
+    states = 4 * (1 + params["n_rs_seq"]) * params["n_seq_max"] * model.native.state_values
+    for what, held, total, n_fixed in (
+        ("n_ctx", "a cache of", cache_bytes(model, params, n_ctx), 0),
+        ("n_rs_seq", "recurrent states with", states, 1),
+    ):
+        if available and total > available:
+            value = params[what]
+            raise ContextCreateError(
+                f"{held} {what}={value} would take {total / 2**30:.1f} GiB; this machine has "
+                f"{available / 2**30:.1f} GiB",
+                what,
+                value,
+                (value + n_fixed) * available // total - n_fixed,
+            )
 
 
 def _check_types(model: LlamaModel, params: dict[str, Any]) -> None:

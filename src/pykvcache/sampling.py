@@ -284,11 +284,9 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
         for what, text in (("grammar", grammar), ("grammar_root", grammar_root)):
             if text is not None and not isinstance(text, str):
                 raise TypeError(f"{what} must be a str, not {type(text).__name__}")
-        if "\0" in grammar_root:
-            raise ArgumentError("grammar_root must not hold NUL", "grammar_root", grammar_root)
-        if not grammar_root.isascii():  # rule names are ASCII; surrogates cannot be encoded
+        if not grammar_root.isascii() or "\0" in grammar_root:
             raise ArgumentError(
-                f"grammar_root is {grammar_root!r}: names of rules are ASCII",
+                f"grammar_root is {grammar_root!r}: names of rules are ASCII, without NUL",
                 "grammar_root",
                 grammar_root,
             )

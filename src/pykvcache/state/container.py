@@ -82,22 +82,22 @@ class Container:
 # Checksums: SHA-256, or XXH3 (20 times faster) if xxhash is installed -----------------------------
 
 
-def _find_xxh3() -> Callable[[], Any] | None:
-    """Return the constructor of XXH3, or None."""
+def _find_hashes() -> dict[str, Callable[[], Any]]:
+    """Return the constructors of the checksums that can be computed here, the fastest first."""
+    found: dict[str, Callable[[], Any]] = {"sha256": hashlib.sha256}
     try:
         import xxhash
     except ImportError:
-        return None
-    made: Callable[[], Any] = xxhash.xxh3_128
-    return made
+        return found
+    return {"xxh3-128": xxhash.xxh3_128, **found}
 
 
-_xxh3 = cache(_find_xxh3)  # a failed import is slow
+_hashes = cache(_find_hashes)  # a failed import is slow
 
 
 def best_checksum() -> str:
     """Return the fastest checksum that is installed."""
-    return "xxh3-128" if _xxh3() else "sha256"
+    return next(iter(_hashes()))
 
 
 def find_checksum(name: str) -> str:
@@ -108,7 +108,7 @@ def find_checksum(name: str) -> str:
         known = ", ".join(_DIGESTS)
         message = f"the state has checksums of type {name!r}: only {known} are supported"
         raise StateVersionError(message, "checksum", name, known)
-    if name == "xxh3-128" and _xxh3() is None:
+    if name not in _hashes():
         message = f"the state has XXH3 checksums, which need xxhash: {how_to_install('state')}"
         raise StateVersionError(message, "checksum", name)
     return name
@@ -116,8 +116,7 @@ def find_checksum(name: str) -> str:
 
 def _digest(name: str, data: memoryview) -> bytes:
     """Compute a digest without the GIL."""
-    xxh3 = _xxh3() if name == "xxh3-128" else None
-    state = (xxh3 or hashlib.sha256)()
+    state = _hashes()[name]()
     state.update(data)
     result: bytes = state.digest()
     return result

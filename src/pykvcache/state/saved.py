@@ -139,7 +139,7 @@ class Saved(ABC):
     @classmethod
     @abstractmethod
     def _parsed(cls, container: Container) -> Self:
-        """Build a state from a parsed file."""
+        """Build a state from a parsed file; a ValueError or TypeError says that it is damaged."""
 
     def _pieces(self, checksum: str | None) -> list[memoryview]:
         text = {
@@ -229,7 +229,12 @@ class Saved(ABC):
         if kind != cls.kind:
             message = f"this is the state of a {kind}: expected a {cls.kind}"
             raise StateFormatError(message, "kind", kind, cls.kind)
-        state = cls._parsed(container)
+        try:
+            state = cls._parsed(container)
+        except StateDamaged:
+            raise
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+            raise StateDamaged(f"the state is invalid: {error}", what="header") from None
         said = container.metadata.get("n_tokens")
         if said != str(state.n_tokens):
             message = f"the state's header has no valid n_tokens: {said!r}, not {state.n_tokens}"

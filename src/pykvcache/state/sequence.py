@@ -273,16 +273,8 @@ class SequenceState(Saved):
             raise StateDamaged("the state's positions are invalid", what="positions")
         tokens = read_ints(tensors, "tokens", (-1,)) if "tokens" in tensors else None
         fingerprint = read_fingerprint(container)
-        try:
-            state = cls(
-                parts,
-                fingerprint,
-                first=int(first),
-                tokens=tokens,
-                metadata=read_metadata(container),
-            )
-        except (ValueError, RecursionError) as error:
-            raise StateDamaged(str(error), what="header") from None
+        metadata = read_metadata(container)
+        state = cls(parts, fingerprint, first=int(first), tokens=tokens, metadata=metadata)
         if state.first != int(first):
             message = f"the state begins at {state.first}, not at {first}"
             raise StateDamaged(message, "first position", state.first, int(first))

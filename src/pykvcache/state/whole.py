@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pykvcache._arguments import TokenInput, as_int
-from pykvcache.errors import SequenceIdError, StateDamaged, shown
+from pykvcache.errors import SequenceIdError, shown
 from pykvcache.state.container import Container, Tensor
 from pykvcache.state.facts import Fingerprint
 from pykvcache.state.layout import IntArray, Part
@@ -151,34 +151,29 @@ class ContextState(Saved):
     @classmethod
     def _parsed(cls, container: Container) -> Self:
         tensors = container.tensors
-        try:
-            firsts = {_int(seq): _int(first) for seq, first in json_of(container, "firsts")}
-            streams = [_int(n) for n in json_of(container, "streams")]
-            layouts = layouts_of(container)
-            if not 0 < len(layouts) == len(streams) or not all(1 <= n <= 256 for n in streams):
-                raise ValueError("its streams are invalid")
-            parts = [
-                [read_part(tensors, f"{layout.part}.{i}", layout, members=True) for i in range(n)]
-                for layout, n in zip(layouts, streams, strict=True)
-            ]
-            if firsts != _firsts_of(parts[0], firsts):
-                raise ValueError("its sequences do not match its cells")
-            tokens = {
-                int(name.removeprefix("tokens.")): read_ints(tensors, name, (-1,))
-                for name in tensors
-                if name.startswith("tokens.")
-            }
-            return cls(
-                parts,
-                read_fingerprint(container),
-                firsts,
-                tokens=tokens,
-                metadata=read_metadata(container),
-            )
-        except StateDamaged:
-            raise
-        except (ValueError, TypeError, OverflowError, RecursionError) as error:
-            raise StateDamaged(f"the state is invalid: {error}", what="header") from None
+        firsts = {_int(seq): _int(first) for seq, first in json_of(container, "firsts")}
+        streams = [_int(n) for n in json_of(container, "streams")]
+        layouts = layouts_of(container)
+        if not 0 < len(layouts) == len(streams) or not all(1 <= n <= 256 for n in streams):
+            raise ValueError("its streams are invalid")
+        parts = [
+            [read_part(tensors, f"{layout.part}.{i}", layout, members=True) for i in range(n)]
+            for layout, n in zip(layouts, streams, strict=True)
+        ]
+        if firsts != _firsts_of(parts[0], firsts):
+            raise ValueError("its sequences do not match its cells")
+        tokens = {
+            int(name.removeprefix("tokens.")): read_ints(tensors, name, (-1,))
+            for name in tensors
+            if name.startswith("tokens.")
+        }
+        return cls(
+            parts,
+            read_fingerprint(container),
+            firsts,
+            tokens=tokens,
+            metadata=read_metadata(container),
+        )
 
 
 def _int(value: object) -> int:

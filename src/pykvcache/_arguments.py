@@ -34,6 +34,17 @@ INT32 = np.iinfo(np.int32)
 INT32_DTYPE = np.dtype(np.int32)
 
 
+def check_kind(value: object, kind: type, what: str, order: str = "") -> None:
+    """Raise TypeError for a value of another type; the error shows `order`, the argument order."""
+    if not isinstance(value, kind):
+        raise _wrong_type(value, what, f"a {kind.__name__}", order)
+
+
+def _wrong_type(value: object, what: str, wanted: str, order: str) -> TypeError:
+    hint = f": the argument order is {order}" if order else ""
+    return TypeError(f"{what} must be {wanted}, not {type(value).__name__}{hint}")
+
+
 def as_index(value: SupportsIndex, what: str) -> int:
     """Return an integer of any size; a ``bool`` or ``float`` is refused."""
     if type(value) is int:
@@ -87,8 +98,7 @@ def as_path(
 ) -> str:
     """Return a path as text; the error shows `order`, the argument order of a method."""
     if not isinstance(value, (str, bytes, os.PathLike)):
-        hint = f": the argument order is {order}" if order else ""
-        raise TypeError(f"{what} must be a str or an os.PathLike, not {type(value).__name__}{hint}")
+        raise _wrong_type(value, what, "a str or an os.PathLike", order)
     raw = value if isinstance(value, (str, bytes)) else type(value).__fspath__(value)
     if not isinstance(raw, (str, bytes)):
         raise TypeError(
@@ -169,8 +179,7 @@ def as_bool(value: object, what: str) -> bool:
 
 def as_text(value: str, what: str, error: type[DetailedError] = ArgumentError) -> str:
     """Return a text; raise if it is not a str, or not valid Unicode."""
-    if not isinstance(value, str):
-        raise TypeError(f"{what} must be a str, not {type(value).__name__}")
+    check_kind(value, str, what)
     try:
         value.encode()
     except UnicodeEncodeError as found:
@@ -202,9 +211,7 @@ def as_bytes(buffer: Any, what: str, *, writable: bool = False, order: str = "")
     try:
         view = memoryview(buffer)
     except (TypeError, ValueError):  # NumPy's dates and times export no buffer
-        hint = f": the argument order is {order}" if order else ""
-        message = f"{what} must be a buffer of bytes, not {type(buffer).__name__}{hint}"
-        raise TypeError(message) from None
+        raise _wrong_type(buffer, what, "a buffer of bytes", order) from None
     if "O" in view.format:
         raise TypeError(f"{what} holds Python objects, not bytes")
     if not view.c_contiguous:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from pykvcache._arguments import check_kind
 from pykvcache._closing import Closing
 from pykvcache._native import lib
 from pykvcache._params import check_params
@@ -175,8 +176,7 @@ class LlamaContext(
         adapters: Sequence[AdapterInput] = (),
     ) -> None:
         given = locals()
-        if not isinstance(model, LlamaModel):
-            raise TypeError(f"model must be a LlamaModel, not {type(model).__name__}")
+        check_kind(model, LlamaModel, "model")
         model.native.adds_special()  # raises ClosedError before anything is computed
         params = check_params(model, given)
         wanted = Adapters(model, adapters)

@@ -18,7 +18,7 @@ from typing import (
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._arguments import as_bool, as_float, as_int, as_list
+from pykvcache._arguments import as_bool, as_float, as_int, as_list, check_kind
 from pykvcache._grammar import check_grammar
 from pykvcache._json_schema import as_schema, schema_grammar
 from pykvcache._native import lib
@@ -282,8 +282,8 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
         if names and model is None:
             raise ArgumentError("a grammar needs model=: it is made for one vocabulary", "model")
         for what, text in (("grammar", grammar), ("grammar_root", grammar_root)):
-            if text is not None and not isinstance(text, str):
-                raise TypeError(f"{what} must be a str, not {type(text).__name__}")
+            if text is not None:
+                check_kind(text, str, what)
         if not grammar_root.isascii() or "\0" in grammar_root:
             raise ArgumentError(
                 f"grammar_root is {grammar_root!r}: names of rules are ASCII, without NUL",
@@ -295,9 +295,7 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
         if json_schema is not None:
             grammar = schema_grammar(as_schema(json_schema, "json_schema"), strict=strict)
         elif chat_format is not None:
-            if not isinstance(chat_format, ChatFormat):
-                kind = type(chat_format).__name__
-                raise TypeError(f"chat_format must be a ChatFormat, not {kind}")
+            check_kind(chat_format, ChatFormat, "chat_format")
             grammar, triggers = chat_format.grammar, chat_format.triggers
             # The text that the grammar has already read, or its triggers.
             prefix = chat_format.generation_prompt if triggers is None else ""

@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._arguments import as_int
+from pykvcache._arguments import as_int, check_kind
 from pykvcache.arrays import ArraysCache, KVCache, RotatingKVCache
 from pykvcache.errors import CacheValueError
 from pykvcache.kv.types import LayerKV, LayerState, RecurrentState, SequenceKV
@@ -39,8 +39,7 @@ def to_caches(arrays: SequenceKV[Any], window_size: SupportsIndex | None = None)
     CacheValueError
         Positions are not 0, 1, 2, ... without a gap: array caches count tokens.
     """
-    if not isinstance(arrays, SequenceKV):
-        raise TypeError(f"arrays must be a SequenceKV, not {type(arrays).__name__}")
+    check_kind(arrays, SequenceKV, "arrays")
     states, n = arrays.recurrent, len(arrays)
     length = max(n, states.position + 1 if states else 0)
     found: list[tuple[int, KVCache | RotatingKVCache | ArraysCache]] = []

@@ -8,7 +8,7 @@ from typing import Any, Literal, SupportsIndex, overload
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._arguments import as_bool
+from pykvcache._arguments import as_bool, check_kind
 from pykvcache._native import lib
 from pykvcache.errors import ArgumentError, ClosedError, UnsupportedOperation, shown
 from pykvcache.kv.rope import rotate
@@ -171,11 +171,7 @@ class KvMethods:
         """
         if self._native.is_closed:
             raise ClosedError("the context is closed")
-        if not isinstance(arrays, SequenceKV):
-            raise TypeError(
-                f"arrays must be a SequenceKV, not {type(arrays).__name__}: "
-                "the argument order is write_kv(arrays, seq_id)"
-            )
+        check_kind(arrays, SequenceKV, "arrays", "write_kv(arrays, seq_id)")
         parts = as_parts(self._native, arrays)
         state = arrays.recurrent
         firsts = None if state is None else [(operator.index(seq_id), state.first)]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._arguments import ByteArray
+from pykvcache._arguments import ByteArray, check_kind
 from pykvcache._native import lib
 from pykvcache.enums import GgmlType
 from pykvcache.errors import StateError, UnsupportedOperation
@@ -34,8 +34,8 @@ def as_parts(native: lib.Context, arrays: SequenceKV[Any]) -> list[Part]:
         if (given is None) == (name in layouts):
             needs = "needs a" if given is None else "has no"
             raise StateError(f"a {native.memory_kind} memory {needs} {name} part", what=name)
-        if not isinstance(given, kind | None):
-            raise TypeError(f"{name} must be a {kind.__name__}, not {type(given).__name__}")
+        if given is not None:
+            check_kind(given, kind, name)
     if "attention" not in layouts and (len(arrays.positions) or len(arrays.layers)):
         raise StateError(f"a {native.memory_kind} memory has no attention layers")
     given = {"attention": arrays, "window": arrays.window, "recurrent": arrays.recurrent}

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from pykvcache._arguments import ByteArray, check_regular
+from pykvcache._arguments import ByteArray, check_kind, check_regular
 from pykvcache.errors import (
     ArgumentError,
     StateDamaged,
@@ -102,8 +102,7 @@ def best_checksum() -> str:
 
 def find_checksum(name: str) -> str:
     """Return the name if it can be computed here; raise otherwise."""
-    if not isinstance(name, str):
-        raise TypeError(f"checksum must be a str, not {type(name).__name__}")
+    check_kind(name, str, "checksum")
     if name not in _DIGESTS:
         known = ", ".join(_DIGESTS)
         message = f"the state has checksums of type {name!r}: only {known} are supported"

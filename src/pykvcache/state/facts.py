@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from pykvcache._arguments import check_kind
 from pykvcache._native import lib
 from pykvcache.errors import StateDamaged, StateLayoutMismatch, StateModelMismatch
 from pykvcache.state.layout import need_equal
@@ -89,8 +90,7 @@ class Fingerprint:
 
     def check(self, here: Fingerprint) -> None:
         """Raise unless a state with this fingerprint is valid in a context with `here`."""
-        if not isinstance(here, Fingerprint):
-            raise TypeError(f"here must be a Fingerprint, not {type(here).__name__}")
+        check_kind(here, Fingerprint, "here")
         if self.model != here.model:
             held, known = self._called(), here._called()
             message = (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import numpy.typing as npt
 
-from pykvcache._arguments import ByteArray, TokenInput, as_bytes, as_path
+from pykvcache._arguments import ByteArray, TokenInput, as_bytes, as_path, check_kind
 from pykvcache._native import lib
 from pykvcache.enums import MemoryKind
 from pykvcache.errors import ClosedError, StateFormatError, StateLayoutMismatch, StateModelMismatch
@@ -171,11 +171,7 @@ class StateMethods:
             As for `set_state`.
         """
         self._check_open()
-        if not isinstance(state, SequenceState):
-            raise TypeError(
-                f"state must be a SequenceState, not {type(state).__name__}: "
-                "the argument order is restore_sequence(state, seq_id)"
-            )
+        check_kind(state, SequenceState, "state", "restore_sequence(state, seq_id)")
         state.fingerprint.check(self.fingerprint)
         parts = fit_parts([[part] for part in state.parts], self._layouts, convert=convert)
         set_parts(self._native, seq_id, parts, [(index(seq_id), state.first)])
@@ -260,8 +256,7 @@ class StateMethods:
             As for `restore_sequence`.
         """
         self._check_open()
-        if not isinstance(state, ContextState):
-            raise TypeError(f"state must be a ContextState, not {type(state).__name__}")
+        check_kind(state, ContextState, "state")
         state.fingerprint.check(self.fingerprint)
         for streams, layout in zip(state.parts, self._layouts, strict=False):
             if layout.part != "recurrent" and len(streams) != layout.n_stream:
@@ -545,8 +540,7 @@ class StateMethods:
             As for `get_partial_state`.
         """
         self._check_open()
-        if not isinstance(state, PartialState):
-            raise TypeError(f"state must be a PartialState, not {type(state).__name__}")
+        check_kind(state, PartialState, "state")
         self._native.set_partial_state(state._native)
 
     # Constant while the context is open ---------------------------------------------------

@@ -184,13 +184,11 @@ class LlamaContext(
         self._type_k: GgmlType = params["type_k"]
         self._type_v: GgmlType = params["type_v"]
         self._native = lib.Context(model.native, params)
-        self._adapters = Adapters(model)
-        if wanted.items:
-            try:
-                self._use(wanted)
-            except BaseException:
-                self._native.close()
-                raise
+        try:
+            self._use(wanted)
+        except BaseException:
+            self._native.close()
+            raise
         if self._native.index_use is False:
             # llama.cpp warns only once per process, and later.
             _log.warning(

@@ -502,22 +502,8 @@ class StateMethods:
 
         Raises
         ------
-        SequenceIdError
-            ``seq_id`` is not in ``[0, n_seq_max)``.
-        UnsupportedOperation
-            Plain attention memory, which needs none: `clear_kv_cache_seq` rewinds it. Or the
-            model keeps no memory, or the layout of its memory is unknown, or the sequence holds
-            remains of an aborted decode.
-
-        Examples
-        --------
-        >>> import pytest
-        >>> from pykvcache import LlamaContext, LlamaModel
-        >>> from pykvcache.errors import UnsupportedOperation
-        >>> from pykvcache import embedded_model_path
-        >>> with LlamaModel(embedded_model_path()) as model, LlamaContext(model) as ctx:
-        ...     with pytest.raises(UnsupportedOperation, match="needs none"):
-        ...         ctx.get_partial_state(0)
+        SequenceIdError, UnsupportedOperation
+            As for `get_state`; and for plain attention memory, which `clear_kv_cache_seq` rewinds.
         """
         return PartialState._of(self._native.get_partial_state(seq_id))
 

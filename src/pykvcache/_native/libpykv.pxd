@@ -532,8 +532,6 @@ cdef extern from "choice.h" namespace "pykv" nogil:
         int32_t narrow(const float* row, int32_t n, vector[llama_token_data]& list)
         int32_t choose(const float* row, int32_t n, vector[llama_token_data]& list, llama_token& token)
 
-
-cdef extern from "choices.h" namespace "pykv" nogil:
     cdef cppclass choices:
         void begin(size_t n, int n_threads) except +
         void set(size_t i, chooser* sampler, const float* row)

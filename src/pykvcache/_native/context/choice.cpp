@@ -5,7 +5,7 @@
 #include <cstring>
 #include <limits>
 
-#include "copy_threads.h"
+#include "team.h"
 
 namespace pykv {
 
@@ -232,9 +232,7 @@ int32_t chooser::choose(const float * row, int32_t n, candidate_list & list, lla
 
 void choices::begin(size_t n, int n_threads) {
     all.resize(n);
-    if (lists.size() != size_t(std::max(1, n_threads))) {
-        lists.resize(size_t(std::max(1, n_threads)));
-    }
+    lists.resize(size_t(std::max(1, n_threads)));
 }
 
 void choices::choose(one & each, int32_t n_vocab, chooser::candidate_list & list) noexcept {
@@ -256,18 +254,6 @@ void choices::recall(size_t i) const noexcept {
 }
 
 void choices::run(int32_t n_vocab) noexcept {
-    struct choosing final : team {
-        choices & mine;
-        int32_t   n_vocab;
-        counter   jobs;
-
-        choosing(choices & c, int32_t n) : mine(c), n_vocab(n), jobs(c.all.size()) { may_miss_workers = true; }
-        void work(int index) override {
-            for (size_t i; jobs.take(i);) {
-                mine.choose(mine.all[i], n_vocab, mine.lists[size_t(index)]);
-            }
-        }
-    };
     size_t cost = 0;
     bool   has_call = false;
     for (const one & each : all) {
@@ -275,7 +261,12 @@ void choices::run(int32_t n_vocab) noexcept {
         has_call |= each.sampler->has_call;
     }
     const size_t most = std::min({lists.size(), all.size(), cost / COST_PER_THREAD});
-    choosing(*this, n_vocab).run(most > 1 && !has_call ? int(most) : 1);
+    counter      jobs(all.size());
+    share(jobs, most > 1 && !has_call ? int(most) : 1, [&](int index) {
+        for (size_t i; jobs.take(i);) {
+            choose(all[i], n_vocab, lists[size_t(index)]);
+        }
+    });
 }
 
 }  // namespace pykv

@@ -4,7 +4,6 @@
 #include <cstring>
 #include <memory>
 
-#include "copy_threads.h"
 #include "edit.h"
 #include "fast/open_cells.h"
 #include "guarded.h"
@@ -13,6 +12,7 @@
 #include "probe_state.h"
 #include "state_cursor.h"
 #include "state_layout.h"
+#include "team.h"
 #include "transfers.h"
 
 namespace pykv {
@@ -301,18 +301,20 @@ bool place(const edit_key & key, memory * m, bool v_trans, llama_seq_id seq, con
             to->prepare();
         }
     };
-    counter    jobs(rows.size());
-    const auto copy = [&] {
-        cursor in(pieces);
-        for (size_t k; jobs.take(k);) {
-            rows[k].first->copy(in, rows[k].second);
-        }
-    };
     // Free cells may be written to before success is certain.
     if (!early) {
         prepare();
     }
-    with_copy_threads(two && all_host && n_bytes >= WORTH_A_THREAD, jobs, [&] { early ? prepare() : void(); }, copy);
+    counter jobs(rows.size());
+    share(jobs, two && all_host && n_bytes >= WORTH_A_THREAD ? 2 : 1, [&](int index) {
+        if (early && index == 0) {
+            prepare();
+        }
+        cursor in(pieces);
+        for (size_t k; jobs.take(k);) {
+            rows[k].first->copy(in, rows[k].second);
+        }
+    });
     for (const auto & to : caches) {
         to->commit();
     }

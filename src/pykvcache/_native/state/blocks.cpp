@@ -10,11 +10,11 @@
 #endif
 
 #include "blocks.h"
-#include "copy_threads.h"
 #include "guarded.h"
 #include "probe_kv.h"
 #include "probe_memory.h"
 #include "probe_values.h"
+#include "team.h"
 #include "transfers.h"
 
 namespace pykv {
@@ -225,7 +225,7 @@ int32_t blocks_write(const memory * m, bool v_trans, memory_part part, llama_seq
             }
         };
         counter jobs(n_blocks * (1 + rows.size()));
-        with_copy_threads(two && before * n_wanted >= WORTH_A_THREAD, jobs, [] {}, [&] {
+        share(jobs, two && before * n_wanted >= WORTH_A_THREAD ? 2 : 1, [&](int) {
             tensor_reads reads;
             for (size_t k; fit.load(std::memory_order_relaxed) && jobs.take(k);) {
                 const size_t b = k % n_blocks;

@@ -1,12 +1,12 @@
 // Writes a sequence's state without llama.cpp's walk, which checks every cell for every sequence, twice.
 #include <algorithm>
 
-#include "copy_threads.h"
 #include "guarded.h"
 #include "probe_kv.h"
 #include "probe_memory.h"
 #include "probe_state_io.h"
 #include "state_layout.h"
+#include "team.h"
 
 namespace pykv {
 
@@ -146,7 +146,7 @@ void walked_state::write(uint8_t * dst, bool two) const {
         two = two && tensor_at(m, parts[job.part].part, job.rows.layer, which_of(job.rows.kind), seq).host;
     }
     counter jobs(rows.size());
-    with_copy_threads(two && size >= WORTH_A_THREAD, jobs, [] {}, [&] {
+    share(jobs, two && size >= WORTH_A_THREAD ? 2 : 1, [&](int) {
         for (size_t k; jobs.take(k);) {
             const rows_job & job = rows[k];
             const auto &     held = cells[job.part];

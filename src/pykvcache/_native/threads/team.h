@@ -98,4 +98,44 @@ class team {
 
 #endif
 
+// One core cannot use the full memory bandwidth, so two copy. Smaller copies finish before a second thread starts. (A
+// compute thread still spins right after a decode.)
+constexpr size_t WORTH_A_THREAD = size_t(512) << 10;
+
+// Distributes the numbers below n among threads.
+class counter {
+  public:
+    explicit counter(size_t n) : n(n) {}
+
+    bool take(size_t & k) {
+        k = next.fetch_add(1, std::memory_order_relaxed);
+        return k < n;
+    }
+    void stop() { next.store(n, std::memory_order_relaxed); }
+
+  private:
+    const size_t        n;
+    std::atomic<size_t> next{0};
+};
+
+// Call `work(index)` on up to `n_threads` threads; the caller's index is 0. It takes numbers from `jobs` until none is
+// left. Rethrows the first exception after all threads have ended.
+template <class Work> void share(counter & jobs, int n_threads, Work && work) {
+    struct sharing final : team {
+        counter & jobs;
+        Work &    call;
+
+        sharing(counter & j, Work & w) : jobs(j), call(w) { may_miss_workers = true; }
+        void work(int index) override {
+            try {
+                call(index);
+            } catch (...) {
+                jobs.stop();
+                throw;
+            }
+        }
+    };
+    sharing(jobs, work).run(n_threads);
+}
+
 }  // namespace pykv

@@ -9,10 +9,6 @@ from libcpp.vector cimport vector
 from pykvcache._native.libllama cimport *
 
 
-cdef extern from "finite.h" namespace "pykv" nogil:
-    int64_t first_not_finite(const float* row, size_t n, bool is_logits)
-
-
 cdef extern from "text.h" namespace "pykv" nogil:
     cppclass text_vocab:
         pass
@@ -278,7 +274,8 @@ cdef extern from "probe_kv.h" namespace "pykv" nogil:
     int64_t block_of(int type)
 
 
-cdef extern from "probe_values.h" namespace "pykv" nogil:
+cdef extern from "values.h" namespace "pykv" nogil:
+    int64_t first_not_finite(const float* row, size_t n, bool is_logits)
     float largest_value(uint64_t n, bool as_f16)
 
 

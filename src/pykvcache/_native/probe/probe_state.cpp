@@ -7,7 +7,7 @@
 #include "probe_kv.h"
 #include "probe_memory.h"
 #include "probe_state.h"
-#include "probe_values.h"
+#include "values.h"
 #include "state_cursor.h"
 #include "state_layout.h"
 

@@ -13,7 +13,7 @@
 #include "guarded.h"
 #include "probe_kv.h"
 #include "probe_memory.h"
-#include "probe_values.h"
+#include "values.h"
 #include "team.h"
 #include "transfers.h"
 

@@ -1,4 +1,4 @@
-// Checks that stored values cannot overflow in attention, in one pass at memory speed.
+// Finds NaN, infinity and values that overflow in attention, in rows of numbers, in one pass at memory speed.
 #pragma once
 
 #include <array>
@@ -8,6 +8,9 @@
 #include "ggml.h"
 
 namespace pykv {
+
+// First index of NaN or infinity, or -1. In logits, minus infinity is valid: it excludes a token.
+int64_t first_not_finite(const float * row, size_t n, bool is_logits) noexcept;
 
 // Largest allowed value in rows of n values: multiplied by the largest f16, which bounds the other factor, and summed over
 // a row it is a finite float32. (Even a masked cell counts, as 0 times its value.) `as_f16`: flash attention converts the

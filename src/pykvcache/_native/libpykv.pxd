@@ -53,8 +53,6 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     int32_t detokenize(const llama_vocab*, const vector[llama_token]& tokens, bool remove_special,
                        bool unparse_special, size_t limit, string& out)
     int32_t token_to_piece(const llama_vocab*, llama_token, char* out, int32_t room, bool special)
-    int32_t sampler_apply(llama_sampler*, llama_token_data_array*)
-    int32_t sampler_accept(llama_sampler*, llama_token)
 
 
 cdef extern from "adapters.h" namespace "pykv" nogil:
@@ -473,19 +471,6 @@ cdef extern from "sequences.h" namespace "pykv" nogil:
         int32_t encode(const llama_batch&)
 
 
-cdef extern from "probe_sampler.h" namespace "pykv" nogil:
-    struct grammar_fault:
-        string why
-        int64_t at
-        vector[string] rules
-
-    llama_sampler* sampler_grammar(
-        const llama_vocab*, const char* grammar, const char* root, const char* prefix,
-        const vector[string]& triggers)
-    llama_sampler* sampler_clone(const llama_sampler*)
-    int32_t find_grammar_fault(const llama_vocab*, const char* grammar, grammar_fault& fault)
-
-
 cdef extern from "stages.h" namespace "pykv" nogil:
     cppclass dry_words:
         const llama_vocab* vocab
@@ -497,7 +482,20 @@ cdef extern from "stages.h" namespace "pykv" nogil:
     llama_sampler* sampler_made(const string& name, const vector[double]& settings, const dry_words&)
     llama_sampler* sampler_made_of_call(void* self, stage_call)
     bool sampler_is_plain(const string& name)
+    llama_sampler* sampler_clone(const llama_sampler*)
     int32_t sampler_add(llama_sampler* chain, llama_sampler* stage)
+    int32_t sampler_apply(llama_sampler*, llama_token_data_array*)
+    int32_t sampler_accept(llama_sampler*, llama_token)
+
+    struct grammar_fault:
+        string why
+        int64_t at
+        vector[string] rules
+
+    llama_sampler* sampler_grammar(
+        const llama_vocab*, const char* grammar, const char* root, const char* prefix,
+        const vector[string]& triggers)
+    int32_t find_grammar_fault(const llama_vocab*, const char* grammar, grammar_fault& fault)
 
 
 cdef extern from "choice.h" namespace "pykv" nogil:

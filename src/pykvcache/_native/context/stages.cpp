@@ -5,7 +5,6 @@
 #include <stdexcept>
 
 #include "choice.h"
-#include "own_sampler.h"
 
 namespace pykv {
 
@@ -189,8 +188,20 @@ bool sampler_is_plain(const std::string & name) noexcept {
     return found && found->is_plain;
 }
 
+llama_sampler * sampler_clone(const llama_sampler * sampler) noexcept {
+    return guarded<llama_sampler *>(nullptr, [&] { return llama_sampler_clone(sampler); });
+}
+
 int32_t sampler_add(llama_sampler * chain, llama_sampler * stage) noexcept {
     return guarded_void([&] { llama_sampler_chain_add(chain, stage); });
+}
+
+int32_t sampler_apply(llama_sampler * sampler, llama_token_data_array * candidates) noexcept {
+    return guarded_void([&] { llama_sampler_apply(sampler, candidates); });
+}
+
+int32_t sampler_accept(llama_sampler * sampler, llama_token token) noexcept {
+    return guarded_void([&] { llama_sampler_accept(sampler, token); });
 }
 
 }  // namespace pykv

@@ -158,11 +158,4 @@ inline int32_t token_to_piece(const llama_vocab * vocab, llama_token token, char
     return guarded<int32_t>(CAUGHT, [&] { return llama_token_to_piece(vocab, token, out, room, 0, special); });
 }
 
-inline int32_t sampler_apply(llama_sampler * chain, llama_token_data_array * candidates) noexcept {
-    return guarded_void([&] { llama_sampler_apply(chain, candidates); });
-}
-inline int32_t sampler_accept(llama_sampler * chain, llama_token token) noexcept {
-    return guarded_void([&] { llama_sampler_accept(chain, token); });
-}
-
 }  // namespace pykv

@@ -1,7 +1,5 @@
-// Creates and copies samplers. Runs llama.cpp's grammar parser rule by rule, because its `parse`
-// prints errors to stderr without returning them.
-#include "probe_sampler.h"
-
+// The grammar of a sampler. Runs llama.cpp's parser rule by rule, because its `parse` prints errors to stderr without
+// returning them.
 #include <algorithm>
 #include <memory>
 #include <utility>
@@ -9,7 +7,7 @@
 
 #include "llama-cpp.h"
 #include "llama-grammar.h"
-#include "own_sampler.h"
+#include "stages.h"
 
 namespace pykv {
 
@@ -183,10 +181,6 @@ llama_sampler * sampler_grammar(const llama_vocab * vocab, const char * grammar,
         grammar_stage it(vocab, grammar, root, prefix, triggers);
         return it.grammar ? own_sampler<grammar_stage>::make(std::move(it)) : nullptr;
     });
-}
-
-llama_sampler * sampler_clone(const llama_sampler * sampler) noexcept {
-    return guarded<llama_sampler *>(nullptr, [&] { return llama_sampler_clone(sampler); });
 }
 
 int32_t find_grammar_fault(const llama_vocab * vocab, const char * grammar, grammar_fault & fault) noexcept {

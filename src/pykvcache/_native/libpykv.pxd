@@ -15,6 +15,16 @@ cdef extern from "text.h" namespace "pykv" nogil:
     cppclass token_list:
         vector[llama_token] tokens
         string problem
+    int32_t read_vocab(const llama_vocab*, text_vocab& out)
+    int32_t tokenize(const text_vocab&, const char* text, size_t size, bool add_special,
+                     bool parse_special, token_list& out)
+    int32_t tokenize_whole(const llama_vocab*, const char* text, size_t size, bool add_special,
+                           bool parse_special, vector[llama_token]& out)
+    int32_t detokenize(const llama_vocab*, const vector[llama_token]& tokens, bool remove_special,
+                       bool unparse_special, size_t limit, string& out)
+    int32_t token_to_piece(const llama_vocab*, llama_token, char* out, int32_t room, bool special)
+    vector[string] split_text(const string& text, const vector[string]& patterns, bool byte_encode,
+                              bool with_std_regex) except +
 
 
 cdef extern from "system.h" namespace "pykv" nogil:
@@ -45,14 +55,6 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     const float* logits_ith(llama_context*, int32_t i)
     const float* embeddings_ith(llama_context*, int32_t i)
     const float* embeddings_seq(llama_context*, llama_seq_id)
-    int32_t read_vocab(const llama_vocab*, text_vocab& out)
-    int32_t tokenize(const text_vocab&, const char* text, size_t size, bool add_special,
-                     bool parse_special, token_list& out)
-    int32_t tokenize_whole(const llama_vocab*, const char* text, size_t size, bool add_special,
-                           bool parse_special, vector[llama_token]& out)
-    int32_t detokenize(const llama_vocab*, const vector[llama_token]& tokens, bool remove_special,
-                       bool unparse_special, size_t limit, string& out)
-    int32_t token_to_piece(const llama_vocab*, llama_token, char* out, int32_t room, bool special)
 
 
 cdef extern from "adapters.h" namespace "pykv" nogil:
@@ -110,11 +112,6 @@ cdef extern from "transfers.h" namespace "pykv" nogil:
         uint64_t reads, writes, bytes_read, bytes_written
     transfer_counts transfers()
     void hide_host(bool hidden, bool even)
-
-
-cdef extern from "words.h" namespace "pykv" nogil:
-    vector[string] split_text(const string& text, const vector[string]& patterns, bool byte_encode,
-                              bool with_std_regex) except +
 
 
 cdef extern from "probe.h" namespace "pykv" nogil:

@@ -3,7 +3,6 @@
 // A safety net behind the checks: ggml's abort callback throws, so that a failure that no check foresaw becomes a code.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -15,7 +14,6 @@
 #include "device_link.h"
 #include "gguf.h"
 #include "llama.h"
-#include "text.h"
 
 namespace pykv {
 
@@ -129,33 +127,6 @@ inline const float * embeddings_ith(llama_context * ctx, int32_t i) noexcept {
 }
 inline const float * embeddings_seq(llama_context * ctx, llama_seq_id seq) noexcept {
     return guarded<const float *>(nullptr, [&] { return llama_get_embeddings_seq(ctx, seq); });
-}
-
-inline int32_t read_vocab(const llama_vocab * vocab, text_vocab & out) noexcept {
-    return guarded_void([&] { out = text_vocab(vocab); });
-}
-inline int32_t tokenize(const text_vocab & vocab, const char * text, size_t size, bool add_special, bool parse_special,
-                        token_list & out) noexcept {
-    return guarded_void([&] { vocab.tokenize(text, size, add_special, parse_special, out); });
-}
-// llama.cpp's own version, for tests.
-inline int32_t tokenize_whole(const llama_vocab * vocab, const char * text, size_t size, bool add_special,
-                              bool parse_special, std::vector<llama_token> & out) noexcept {
-    return guarded_void([&] {
-        out.resize(4 * size + 8);
-        out.resize(std::max(0, llama_tokenize(vocab, text, static_cast<int32_t>(size), out.data(),
-                                              static_cast<int32_t>(out.size()), add_special, parse_special)));
-    });
-}
-// 0 if the text has more bytes than `limit`.
-inline int32_t detokenize(const llama_vocab * vocab, const std::vector<llama_token> & tokens, bool remove_special,
-                          bool unparse_special, size_t limit, std::string & out) noexcept {
-    return guarded<int32_t>(CAUGHT, [&] {
-        return int32_t(detokenize_to(vocab, tokens, remove_special, unparse_special, limit, out));
-    });
-}
-inline int32_t token_to_piece(const llama_vocab * vocab, llama_token token, char * out, int32_t room, bool special) noexcept {
-    return guarded<int32_t>(CAUGHT, [&] { return llama_token_to_piece(vocab, token, out, room, 0, special); });
 }
 
 }  // namespace pykv

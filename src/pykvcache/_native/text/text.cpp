@@ -1,11 +1,12 @@
-// See text.h.
-#include "guarded.h"
+#include "text.h"
 
 #include <algorithm>
 #include <cstring>
 #include <functional>
 #include <queue>
 #include <stdexcept>
+
+#include "guarded.h"
 
 namespace pykv {
 
@@ -76,7 +77,7 @@ const text_vocab::special * text_vocab::find(const char * text, size_t at, size_
     return best;
 }
 
-std::vector<fragment> text_vocab::partition(const char * text, size_t size, bool parse_special) const {
+std::vector<text_vocab::fragment> text_vocab::partition(const char * text, size_t size, bool parse_special) const {
     // Candidates, in llama.cpp's order, then leftmost.
     const auto            key = [](const special & one, size_t at) { return uint64_t(one.rank) << 32 | at; };
     std::vector<uint64_t> found;
@@ -186,25 +187,49 @@ void text_vocab::tokenize(const char * text, size_t size, bool add_special, bool
     }
 }
 
-bool detokenize_to(const llama_vocab * vocab, const std::vector<llama_token> & tokens, bool remove_special,
-                   bool unparse_special, size_t limit, std::string & out) {
-    size_t size = 0;
-    for (const llama_token token : tokens) {
-        size += std::strlen(llama_vocab_get_text(vocab, token));
-    }
-    if (size > INT32_MAX) {
-        return false;  // llama.cpp counts bytes in 32 bits
-    }
-    for (;;) {
-        out.resize(size);
-        const int32_t n = llama_detokenize(vocab, tokens.data(), static_cast<int32_t>(tokens.size()), out.data(),
-                                           static_cast<int32_t>(size), remove_special, unparse_special);
-        if (n >= 0) {
-            out.resize(n);
-            return out.size() <= limit;
+int32_t read_vocab(const llama_vocab * vocab, text_vocab & out) noexcept {
+    return guarded_void([&] { out = text_vocab(vocab); });
+}
+
+int32_t tokenize(const text_vocab & vocab, const char * text, size_t size, bool add_special, bool parse_special,
+                 token_list & out) noexcept {
+    return guarded_void([&] { vocab.tokenize(text, size, add_special, parse_special, out); });
+}
+
+int32_t tokenize_whole(const llama_vocab * vocab, const char * text, size_t size, bool add_special, bool parse_special,
+                       std::vector<llama_token> & out) noexcept {
+    return guarded_void([&] {
+        out.resize(4 * size + 8);
+        out.resize(std::max(0, llama_tokenize(vocab, text, static_cast<int32_t>(size), out.data(),
+                                              static_cast<int32_t>(out.size()), add_special, parse_special)));
+    });
+}
+
+int32_t detokenize(const llama_vocab * vocab, const std::vector<llama_token> & tokens, bool remove_special,
+                   bool unparse_special, size_t limit, std::string & out) noexcept {
+    return guarded<int32_t>(CAUGHT, [&] {
+        size_t size = 0;
+        for (const llama_token token : tokens) {
+            size += std::strlen(llama_vocab_get_text(vocab, token));
         }
-        size = static_cast<size_t>(-static_cast<int64_t>(n));
-    }
+        if (size > INT32_MAX) {
+            return 0;  // llama.cpp counts bytes in 32 bits
+        }
+        for (;;) {
+            out.resize(size);
+            const int32_t n = llama_detokenize(vocab, tokens.data(), static_cast<int32_t>(tokens.size()), out.data(),
+                                               static_cast<int32_t>(size), remove_special, unparse_special);
+            if (n >= 0) {
+                out.resize(n);
+                return int32_t(out.size() <= limit);
+            }
+            size = static_cast<size_t>(-static_cast<int64_t>(n));
+        }
+    });
+}
+
+int32_t token_to_piece(const llama_vocab * vocab, llama_token token, char * out, int32_t room, bool special) noexcept {
+    return guarded<int32_t>(CAUGHT, [&] { return llama_token_to_piece(vocab, token, out, room, 0, special); });
 }
 
 }  // namespace pykv

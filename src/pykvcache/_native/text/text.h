@@ -10,12 +10,6 @@
 
 namespace pykv {
 
-// A fragment of text: a special token (`token` >= 0), or the bytes [begin, end).
-struct fragment {
-    size_t      begin, end;
-    llama_token token;
-};
-
 struct token_list {
     std::vector<llama_token> tokens;
     std::string              problem;  // what the vocabulary lacks; "" on success
@@ -26,12 +20,14 @@ public:
     text_vocab() = default;
     explicit text_vocab(const llama_vocab * vocab);
 
-    // Split a text at special tokens, longest first, like llama.cpp.
-    std::vector<fragment> partition(const char * text, size_t size, bool parse_special) const;
-
     void tokenize(const char * text, size_t size, bool add_special, bool parse_special, token_list & list) const;
 
 private:
+    // A fragment of text: a special token (`token` >= 0), or the bytes [begin, end).
+    struct fragment {
+        size_t      begin, end;
+        llama_token token;
+    };
     struct special {
         std::string text;
         llama_token token;
@@ -39,6 +35,8 @@ private:
         bool        always, lstrip, rstrip;
     };
 
+    // Split a text at special tokens, longest first, like llama.cpp.
+    std::vector<fragment> partition(const char * text, size_t size, bool parse_special) const;
     // Best special token in text[at, end) that begins at `at`; null if none.
     const special * find(const char * text, size_t at, size_t end, bool parse_special) const;
     void            append(const char * text, size_t size, bool add_special, std::vector<llama_token> & out) const;
@@ -52,8 +50,20 @@ private:
 // SentencePiece's tokens of a text without special tokens.
 void tokenize_spm(const llama_vocab & vocab, const char * text, size_t size, std::vector<llama_token> & out);
 
-// llama_detokenize into at most `limit` bytes; false if the text is longer.
-bool detokenize_to(const llama_vocab * vocab, const std::vector<llama_token> & tokens, bool remove_special,
-                   bool unparse_special, size_t limit, std::string & out);
+// Each returns CAUGHT on error.
+int32_t read_vocab(const llama_vocab * vocab, text_vocab & out) noexcept;
+int32_t tokenize(const text_vocab & vocab, const char * text, size_t size, bool add_special, bool parse_special,
+                 token_list & out) noexcept;
+// llama.cpp's own version, for tests.
+int32_t tokenize_whole(const llama_vocab * vocab, const char * text, size_t size, bool add_special, bool parse_special,
+                       std::vector<llama_token> & out) noexcept;
+// 0 if the text has more bytes than `limit`.
+int32_t detokenize(const llama_vocab * vocab, const std::vector<llama_token> & tokens, bool remove_special,
+                   bool unparse_special, size_t limit, std::string & out) noexcept;
+int32_t token_to_piece(const llama_vocab * vocab, llama_token token, char * out, int32_t room, bool special) noexcept;
+
+// Words of a text by llama.cpp's patterns, with our matcher or std::regex; tests compare both.
+std::vector<std::string> split_text(const std::string & text, const std::vector<std::string> & patterns, bool byte_encode,
+                                    bool with_std_regex);
 
 }  // namespace pykv

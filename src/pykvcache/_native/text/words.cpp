@@ -24,7 +24,7 @@
 #include <iterator>
 
 #include "matcher.h"
-#include "words.h"
+#include "text.h"
 
 std::vector<uint32_t> unicode_cpts_from_utf8(const std::string & text);
 

@@ -100,6 +100,6 @@ def test_what_opens_cells_or_writes_tensors_asks_for_the_key() -> None:
         "moves.cpp",
         "part_edit.cpp",
         "probe.cpp",
-        "probe_state_io.cpp",
         "rollback.cpp",
+        "state_io.cpp",
     }

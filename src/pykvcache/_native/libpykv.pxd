@@ -368,9 +368,7 @@ cdef extern from "probe_state.h" namespace "pykv" nogil:
                             part_set known)
     cdef cppclass seq_state:
         size_t size
-    seq_state* seq_state_new(const memory*, bool v_trans, llama_seq_id, llama_pos window_from)
-    seq_state* written_state_new(const memory*, llama_seq_id, bool partial)
-    seq_state* recurrent_state_new(const memory*, llama_seq_id)
+    seq_state* seq_state_new(const memory*, bool v_trans, llama_seq_id, part_set which, llama_pos window_from)
     int32_t seq_state_write(const seq_state*, uint8_t* dst, bool two)
     uint32_t owned_alone(const memory*, llama_seq_id)
 

@@ -10,8 +10,7 @@
 #include "probe_kv.h"
 #include "probe_memory.h"
 #include "probe_state.h"
-#include "state_cursor.h"
-#include "state_layout.h"
+#include "state_pieces.h"
 #include "team.h"
 #include "transfers.h"
 

@@ -8,6 +8,7 @@
 
 #include "llama-arch.h"
 #include "llama-context.h"
+#include "llama-io.h"
 #include "llama-kv-cache-dsa-iswa.h"
 #include "llama-kv-cache-dsa.h"
 #include "llama-kv-cache-dsv4.h"

@@ -8,8 +8,7 @@
 #include "probe_memory.h"
 #include "probe_state.h"
 #include "values.h"
-#include "state_cursor.h"
-#include "state_layout.h"
+#include "state_pieces.h"
 
 namespace pykv {
 

@@ -112,12 +112,10 @@ class seq_state {
     size_t size = 0;
 };
 
-// `window_from`: first window cell to include, also cells that llama.cpp omits. Null on error.
-seq_state * seq_state_new(const memory * m, bool v_trans, llama_seq_id seq, llama_pos window_from) noexcept;
-// The same through llama.cpp's writer; also of a whole context (seq -1), or only the parts that cannot be rewound.
-seq_state * written_state_new(const memory * m, llama_seq_id seq, bool partial) noexcept;
-// Only the recurrent part of a sequence's state, without a head.
-seq_state * recurrent_state_new(const memory * m, llama_seq_id seq) noexcept;
+// A sequence's state, or with -1 a context's: ALL_PARTS, PARTIAL_PARTS, or RECURRENT_PARTS, which has no head. If the
+// layout is not known, always all. `window_from`: first window cell to include, also cells that llama.cpp omits. Null on
+// error.
+seq_state * seq_state_new(const memory * m, bool v_trans, llama_seq_id seq, part_set which, llama_pos window_from) noexcept;
 int32_t     seq_state_write(const seq_state * state, uint8_t * dst, bool two) noexcept;
 
 // Number of attention cells that only this sequence holds.

@@ -329,22 +329,16 @@ cdef class Blocks(State):
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         cdef StatePart state = StatePart.__new__(StatePart)
         cdef unique_ptr[lib.seq_state] plan
-        cdef bint known
         cdef lib.scoped_lock locked
         self.lock_read(locked)
         self.readable("get_state_part", seq, True)
         if not self.has_state_part:
             raise UnsupportedOperation(
                 "get_state_part", f"{self.memory_kind} memory has none: get_blocks takes all", "memory")
-        known = self.traits.has_layout
-        if known:
-            plan.reset(lib.recurrent_state_new(self.mem, seq))
-            self.check_plan(plan)
-        else:
-            self.plan(seq, plan)
+        self.plan(seq, plan, lib.RECURRENT_PARTS)
         state.data = self.read_state(plan)
         state.end = self.seqs.next_pos(seq)
-        state.context = None if known else weakref.ref(self)
+        state.context = None if self.traits.has_layout else weakref.ref(self)
         return state
 
     def make_state_part(self, const uint8_t[::1] content not None):

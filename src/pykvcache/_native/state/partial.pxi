@@ -65,7 +65,7 @@ cdef class Partials(Blocks):
         self.lock_read(locked)
         self.has_partial("get_partial_state")
         self.readable("get_partial_state", seq, True)
-        self.plan(seq, plan, True)
+        self.plan(seq, plan, lib.PARTIAL_PARTS)
         state = Partial.__new__(Partial)
         state.context = weakref.ref(self)
         state.memory_kind = self.memory_kind

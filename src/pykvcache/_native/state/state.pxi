@@ -115,7 +115,7 @@ cdef class State(Arrays):
         cdef lib.scoped_lock locked
         self.lock_read(locked)
         self.readable("get_state", seq)
-        self.plan(seq, plan, False, self.spare_from(seq, spare))
+        self.plan(seq, plan, lib.ALL_PARTS, self.spare_from(seq, spare))
         if out is None:
             return self.read_state(plan)
         if <size_t>out.shape[0] < plan.get().size:
@@ -135,7 +135,7 @@ cdef class State(Arrays):
         cdef lib.scoped_lock locked
         self.lock_read(locked)
         self.readable("save", seq)
-        self.plan(seq, plan, False, self.spare_from(seq, spare))
+        self.plan(seq, plan, lib.ALL_PARTS, self.spare_from(seq, spare))
         state = self.read_state(plan)
         firsts = []
         for s in range(<int32_t>self.n_seq_max) if seq < 0 else (seq,):
@@ -166,19 +166,10 @@ cdef class State(Arrays):
         return lib.spare_begin(self.mem, seq) if spare and seq >= 0 else INT32_MAX
 
     cdef int plan(
-            self, int32_t seq, unique_ptr[lib.seq_state]& plan, bint partial=False,
+            self, int32_t seq, unique_ptr[lib.seq_state]& plan, lib.part_set which=lib.ALL_PARTS,
             int32_t window_from=INT32_MAX) except -1:
-        """Plan the state of a sequence, or with -1 of the context; `partial`: only what cannot be rewound.
-
-        `window_from`: first window cell to include, also cells that llama.cpp omits.
-        """
-        if seq < 0 or partial or not self.traits.has_layout:
-            plan.reset(lib.written_state_new(self.mem, seq, partial and self.traits.has_layout))
-        else:
-            plan.reset(lib.seq_state_new(self.mem, self.v_trans(), seq, window_from))
-        return self.check_plan(plan)
-
-    cdef int check_plan(self, unique_ptr[lib.seq_state]& plan) except -1:
+        """Plan the state of a sequence, or with -1 of the context; see ``seq_state_new``."""
+        plan.reset(lib.seq_state_new(self.mem, self.v_trans(), seq, which, window_from))
         if plan.get() == NULL:
             raise _caught_error("state_get_size")
         return 0
@@ -280,7 +271,7 @@ cdef class State(Arrays):
         """Replace the contents; restore them if llama.cpp refuses."""
         cdef int32_t code
         cdef unique_ptr[lib.seq_state] plan
-        self.plan(seq, plan, False, 0 if self.traits.windowed else INT32_MAX)
+        self.plan(seq, plan, lib.ALL_PARTS, 0 if self.traits.windowed else INT32_MAX)
         before = Pieces([self.read_state(plan)])
         with nogil:
             code = self.seqs.replace(seq, pieces.pieces, begin)

@@ -3,7 +3,6 @@
 
 #include "guarded.h"
 #include "probe_memory.h"
-#include "state_cursor.h"
 #include "state_pieces.h"
 
 namespace pykv {

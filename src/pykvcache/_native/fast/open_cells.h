@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "edit.h"
-#include "probe_private.h"
+#include "probe_memory.h"
 
 namespace pykv {
 

@@ -7,7 +7,7 @@
 #include "edit.h"
 #include "ggml-cpp.h"
 #include "guarded.h"
-#include "probe_private.h"
+#include "probe_memory.h"
 
 namespace pykv {
 

@@ -23,7 +23,7 @@ if(PYKVCACHE_OWN_LLAMA_CPP AND NOT "${PYKVCACHE_FITS}" STREQUAL "${LLAMA_CPP_SOU
   set(folders . context facts guard probe state text threads)
   list(TRANSFORM folders PREPEND "${native}/")
   if(PYKVCACHE_PLAIN)
-    set(tried plain/edit.cpp)
+    set(tried plain/plain.cpp)
   else()
     set(tried fast/moves.cpp fast/state_place.cpp)
   endif()

@@ -98,8 +98,7 @@ def test_what_opens_cells_or_writes_tensors_asks_for_the_key() -> None:
         "edit.h",
         "edit.cpp",
         "moves.cpp",
-        "part_edit.cpp",
-        "probe.cpp",
+        "plain.cpp",
         "rollback.cpp",
         "state_io.cpp",
     }

@@ -154,9 +154,6 @@ cdef extern from "probe.h" namespace "pykv" nogil:
         int pooling_type
         int32_t n_threads
         int32_t n_threads_batch
-        bool gives_logits
-        bool endless
-        const char* fault
     cdef cppclass memory_traits:
         memory_kind kind
         string name
@@ -170,6 +167,9 @@ cdef extern from "probe.h" namespace "pykv" nogil:
         bool has_rest
         bool windowed
         uint32_t n_stream
+        bool gives_logits
+        bool endless
+        string fault
     ctypedef struct memory_facts:
         uint32_t n_cells
         uint32_t n_swa
@@ -188,7 +188,7 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     bool heads_divisible(const llama_model*, ggml_type, bool keys)
     const memory_traits& traits_of(const memory*)
     vector[string] buffer_types(const memory*) except +
-    context_facts look_at_context(const llama_context*, const memory*) except +
+    context_facts look_at_context(const llama_context*) except +
     memory_facts look_at_memory(const memory*) except +
     bool next_cell(const memory*, memory_part, uint32_t n_seq_max, uint32_t& stream, uint32_t& cell,
                    llama_pos& pos, uint8_t* members)

@@ -28,7 +28,6 @@ cdef class Handle:
     cdef readonly uint32_t n_ctx, n_ctx_seq, n_batch, n_ubatch, n_seq_max
     cdef readonly bint embeddings, causal, swa_full, flash_attn, kv_unified
     cdef readonly int pooling_type, n_threads, n_threads_batch
-    cdef bint gives_logits
     cdef int32_t n_vocab, n_embd_out
     cdef lib.memory_traits traits
     # Whether graphs use the index of sparse attention; None if no setting decides that.
@@ -77,14 +76,13 @@ cdef class Handle:
         self.n_batch = lib.llama_n_batch(ctx)
         self.n_ubatch = lib.llama_n_ubatch(ctx)
         self.n_seq_max = lib.llama_n_seq_max(ctx)
-        facts = lib.look_at_context(ctx, self.mem)
+        facts = lib.look_at_context(ctx)
         self.flash_attn = facts.flash_attn  # with "auto" resolved
         self.kv_unified = facts.kv_unified
         self.causal = facts.causal
         self.pooling_type = facts.pooling_type
         self.n_threads = facts.n_threads
         self.n_threads_batch = facts.n_threads_batch
-        self.gives_logits = facts.gives_logits
         if self.traits.may_be_dense:  # as llama.cpp's graph of MiniMax M3 decides it
             self.index_use = self.flash_attn and (self.n_seq_max == 1 or not self.kv_unified)
         self.embeddings = p.embeddings
@@ -95,7 +93,7 @@ cdef class Handle:
                 "break up: use kv_unified=False, or n_seq_max=1", "kv_unified", True, False)
         if p.n_rs_seq > 0:
             self.check_kept_states(p.n_rs_seq)
-        if facts.endless:
+        if self.traits.endless:
             raise ContextCreateError(
                 "the model rotates 0 dimensions (rope.dimension_count), which never ends",
                 "model", 0, 1)
@@ -107,8 +105,8 @@ cdef class Handle:
             raise ContextCreateError(
                 "pooling_type='rank' needs a model with a classifier", "pooling_type", "rank")
         # Checked last: report errors that the caller can fix first.
-        if facts.fault[0] != 0:
-            raise ContextCreateError(facts.fault.decode(), "model")
+        if not self.traits.fault.empty():
+            raise ContextCreateError(_text(self.traits.fault), "model")
         _live.add(self)
 
     cdef int check_kept_states(self, uint32_t asked) except -1:

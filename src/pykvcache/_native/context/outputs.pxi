@@ -144,7 +144,7 @@ cdef class Outputs(Partials):
             raise OutOfRangeError("there are no logits: encode() gives none, decode() does", what="logits")
         place = self.find_output(i, "logits")
         # llama.cpp's buffer exists anyway, with zeros or old embeddings in it.
-        if not self.gives_logits:
+        if not self.traits.gives_logits:
             raise UnsupportedOperation(
                 "logits", "with embeddings=True this model computes no logits", "context")
         result = self.row(place, True, check, i, n_decoded)

@@ -155,7 +155,7 @@ cdef class Context(Adapted):
     cdef bint is_plain(self, Py_ssize_t n, Rows rows) noexcept:
         """Return whether a batch fits one call and its rows are logits."""
         if (n < 1 or self.embeddings or not self.causal or self.traits.kind == lib.MEMORY_NONE
-                or not self.gives_logits):
+                or not self.traits.gives_logits):
             return False
         # A window takes one token of each sequence, or many of one.
         if self.traits.windowed:

@@ -1,11 +1,10 @@
-// Classifies a context's memory, and applies pending updates.
+// Classifies a context's memory.
 #include <algorithm>
 #include <cmath>
 #include <memory>
 #include <set>
 
 #include "ggml-cpp.h"
-#include "edit.h"
 #include "guarded.h"
 #include "probe_memory.h"
 
@@ -247,10 +246,9 @@ void memory_delete(memory * m) noexcept { delete m; }
 
 const memory_traits & traits_of(const memory * m) noexcept { return *m; }
 
-context_facts look_at_context(const llama_context * ctx, const memory * m) {
+context_facts look_at_context(const llama_context * ctx) {
     const auto & c = ctx->get_cparams();
-    return {c.flash_attn, c.kv_unified, c.causal_attn, int(c.pooling_type), c.n_threads, c.n_threads_batch,
-            m->gives_logits, m->endless, m->fault.c_str()};
+    return {c.flash_attn, c.kv_unified, c.causal_attn, int(c.pooling_type), c.n_threads, c.n_threads_batch};
 }
 
 std::vector<std::string> buffer_types(const memory * m) {
@@ -298,29 +296,5 @@ memory_facts look_at_memory(const memory * m) {
 void distrust_scheduler(llama_context * ctx) noexcept { ctx->*member(opened::sched_need_reserve()) = true; }
 
 void build_each_graph(llama_context * ctx) noexcept { ctx->*member(opened::graph_reuse_disable()) = true; }
-
-void set_first(edit_key, memory * m, llama_seq_id seq, llama_pos first) { m->first[size_t(seq)] = first; }
-
-int32_t clear_cells(edit_key, memory * m, bool data) noexcept {
-    return guarded_void([&] { llama_memory_clear(m->mem, data); });
-}
-
-int32_t flush(edit_key, llama_context * ctx, const memory * m) noexcept {
-    return guarded<int32_t>(CAUGHT, [&] {
-        ctx->sched_reserve();  // only if the scheduler is not trusted
-        // Only during the shift: a factor that keeps the keys' lengths.
-        struct only_turning {
-            float & factor;
-            float   before;
-            only_turning(float & f, float scale) : factor(f), before(f) { factor /= scale; }
-            ~only_turning() { factor = before; }
-        } guard(const_cast<llama_cparams &>(ctx->get_cparams()).yarn_attn_factor, m->key_scale);
-        if (ctx->memory_update(false)) {
-            llama_synchronize(ctx);  // devices may still compute, and later reads bypass their queue
-        }
-        // llama.cpp only logs a failed rotation, and would rotate the finished part again.
-        return int32_t((m->base && m->base->get_has_shift()) || (m->swa && m->swa->get_has_shift()));
-    });
-}
 
 }  // namespace pykv

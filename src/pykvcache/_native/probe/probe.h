@@ -55,12 +55,9 @@ struct context_facts {
     int     pooling_type;
     int32_t n_threads;
     int32_t n_threads_batch;
-    bool    gives_logits;  // some graphs omit them if they give embeddings
-    bool    endless;       // RoPE of 0 dimensions, an endless loop in ggml's kernel
-    const char * fault;    // why llama.cpp would misread the graph's results, or ""
 };
 
-// What never changes about a memory.
+// What never changes about a memory and the graph over it.
 struct memory_traits {
     memory_kind kind = MEMORY_NONE;
     std::string name = "none";  // of llama.cpp's class
@@ -74,6 +71,9 @@ struct memory_traits {
     bool        has_rest = false;      // a state has parts that are not in blocks (state_parts) and cannot be rewound
     bool        windowed = false;      // some layers keep only a sliding window of cells
     uint32_t    n_stream = 1;
+    bool        gives_logits = false;  // some graphs omit them if they give embeddings
+    bool        endless = false;       // RoPE of 0 dimensions, an endless loop in ggml's kernel
+    std::string fault;                 // why llama.cpp would misread the graph's results, or ""
 };
 
 struct memory_facts {
@@ -103,7 +103,7 @@ memory * memory_new(llama_context * ctx) noexcept;
 void memory_delete(memory * m) noexcept;
 
 const memory_traits & traits_of(const memory * m) noexcept;
-context_facts look_at_context(const llama_context * ctx, const memory * m);
+context_facts look_at_context(const llama_context * ctx);
 memory_facts look_at_memory(const memory * m);
 
 // Visit used cells in order: start with stream = cell = 0, call until false. `members`

@@ -4,7 +4,6 @@
 #include <memory>
 
 #include "adapters.h"
-#include "edit.h"
 #include "ggml-cpp.h"
 #include "guarded.h"
 #include "probe_memory.h"
@@ -63,34 +62,6 @@ void adapter_free(llama_adapter_lora * adapter, adapter_lock & lock) noexcept {
         const std::lock_guard<adapter_lock> alone(lock);
         llama_adapter_lora_free(adapter);
     });
-}
-
-int32_t use_adapters(edit_key, llama_context * ctx, adapter_set & set, adapter_map & base) noexcept {
-    return guarded<int32_t>(CAUGHT, [&] {
-        adapter_map others;
-        if (set.activated >= 0) {
-            others = std::make_unique<adapter_map::element_type>();
-            for (size_t i = 0; i < set.loras.size(); ++i) {
-                if (int64_t(i) != set.activated) {
-                    others->emplace(set.loras[i], set.scales[i]);
-                }
-            }
-        }
-        llama_set_adapters_lora(ctx, set.loras.data(), set.loras.size(), set.scales.data());
-        const int32_t n_layer = llama_model_n_layer(&ctx->get_model()), n_embd = llama_model_n_embd(&ctx->get_model());
-        const bool    has_control = !set.control.empty();
-        if (llama_set_adapter_cvec(ctx, has_control ? set.control.data() : nullptr, set.control.size(), n_embd, 1, n_layer - 1)) {
-            return 1;
-        }
-        ctx->sched_reserve();
-        base = std::move(others);
-        return 0;
-    });
-}
-
-// A graph is reused only for the same map, so a swap builds another one.
-void swap_adapters(edit_key, llama_context * ctx, adapter_map & other) noexcept {
-    std::swap(ctx->*member(opened::loras()), other);
 }
 
 int32_t adapter_metadata(const llama_adapter_lora * adapter, std::vector<std::string> & out) noexcept {

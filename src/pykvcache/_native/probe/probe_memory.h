@@ -58,9 +58,6 @@ class memory : public memory_traits {
     llm_arch                  arch = LLM_ARCH_UNKNOWN;
     std::map<uint32_t, key_rope> ropes;  // by layer of the model
     std::map<memory_part, hadamard_facts> turned;
-    bool                      gives_logits = false;
-    bool                      endless = false;
-    std::string               fault;  // why llama.cpp would misread the graph's results
     std::vector<llama_pos>    first = std::vector<llama_pos>(LLAMA_MAX_SEQ, 0);
     std::vector<earlier_states> earlier = std::vector<earlier_states>(LLAMA_MAX_SEQ);
 };

@@ -1,4 +1,4 @@
-// Changing one part of a memory at a time.
+// Changes of a memory other than moves of cells (fast/, plain/), states (state_io.cpp) and rollbacks.
 #include <algorithm>
 #include <vector>
 
@@ -7,6 +7,30 @@
 #include "transfers.h"
 
 namespace pykv {
+
+void set_first(edit_key, memory * m, llama_seq_id seq, llama_pos first) { m->first[size_t(seq)] = first; }
+
+int32_t clear_cells(edit_key, memory * m, bool data) noexcept {
+    return guarded_void([&] { llama_memory_clear(m->mem, data); });
+}
+
+int32_t flush(edit_key, llama_context * ctx, const memory * m) noexcept {
+    return guarded<int32_t>(CAUGHT, [&] {
+        ctx->sched_reserve();  // only if the scheduler is not trusted
+        // Only during the shift: a factor that keeps the keys' lengths.
+        struct only_turning {
+            float & factor;
+            float   before;
+            only_turning(float & f, float scale) : factor(f), before(f) { factor /= scale; }
+            ~only_turning() { factor = before; }
+        } guard(const_cast<llama_cparams &>(ctx->get_cparams()).yarn_attn_factor, m->key_scale);
+        if (ctx->memory_update(false)) {
+            llama_synchronize(ctx);  // devices may still compute, and later reads bypass their queue
+        }
+        // llama.cpp only logs a failed rotation, and would rotate the finished part again.
+        return int32_t((m->base && m->base->get_has_shift()) || (m->swa && m->swa->get_has_shift()));
+    });
+}
 
 int32_t drop_parts(edit_key, memory * m, llama_seq_id seq) noexcept {
     return guarded_void([&] {
@@ -76,6 +100,34 @@ int32_t zero_free_states(edit_key key, memory * m) noexcept {
         }
         writes.run();
     });
+}
+
+int32_t use_adapters(edit_key, llama_context * ctx, adapter_set & set, adapter_map & base) noexcept {
+    return guarded<int32_t>(CAUGHT, [&] {
+        adapter_map others;
+        if (set.activated >= 0) {
+            others = std::make_unique<adapter_map::element_type>();
+            for (size_t i = 0; i < set.loras.size(); ++i) {
+                if (int64_t(i) != set.activated) {
+                    others->emplace(set.loras[i], set.scales[i]);
+                }
+            }
+        }
+        llama_set_adapters_lora(ctx, set.loras.data(), set.loras.size(), set.scales.data());
+        const int32_t n_layer = llama_model_n_layer(&ctx->get_model()), n_embd = llama_model_n_embd(&ctx->get_model());
+        const bool    has_control = !set.control.empty();
+        if (llama_set_adapter_cvec(ctx, has_control ? set.control.data() : nullptr, set.control.size(), n_embd, 1, n_layer - 1)) {
+            return 1;
+        }
+        ctx->sched_reserve();
+        base = std::move(others);
+        return 0;
+    });
+}
+
+// A graph is reused only for the same map, so a swap builds another one.
+void swap_adapters(edit_key, llama_context * ctx, adapter_map & other) noexcept {
+    std::swap(ctx->*member(opened::loras()), other);
 }
 
 }  // namespace pykv

@@ -6,7 +6,7 @@
 #include "guarded.h"
 #include "probe.h"
 #include "probe_state.h"
-#include "x87.h"
+#include "system.h"
 
 namespace pykv {
 

@@ -11,9 +11,8 @@
 #include <vector>
 
 #include "adapters.h"
-#include "held_rows.h"
+#include "held.h"
 #include "llama.h"
-#include "prefix_versions.h"
 #include "probe.h"
 #include "probe_state.h"
 
@@ -67,7 +66,7 @@ class sequence_facts {
     uint64_t name_version(llama_seq_id seq) { return versions.name(seq, next_pos(seq) - 1); }
     bool     is_version(llama_seq_id seq, uint64_t id) const { return versions.is_true(seq, id); }
 
-    // Whether an output row of the last decode is still valid (held_rows.h).
+    // Whether an output row of the last decode is still valid (held.h).
     bool      row_is_held(size_t row) const { return rows.is_held(row); }
     llama_pos row_pos(size_t row) const { return rows.pos(row); }
     // Whether a state was restored since the last decode.

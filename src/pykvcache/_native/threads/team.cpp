@@ -1,7 +1,7 @@
 #include "team.h"
 
 #include "guarded.h"
-#include "x87.h"
+#include "system.h"
 
 #include <algorithm>
 #include <climits>

@@ -72,11 +72,8 @@ from pykvcache.errors import shown
 cdef enum:
     MAX_SEQ = 256
 
-include "guard/sigint.pxi"
-include "cpu/cpu.pxi"
 include "guard/hooks.pxi"
 include "context/devices.pxi"
-include "rpc/rpc.pxi"
 include "context/convert.pxi"
 include "context/model.pxi"
 include "context/handle.pxi"

@@ -57,6 +57,43 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     const float* embeddings_seq(llama_context*, llama_seq_id)
 
 
+cdef extern from "sync.h" namespace "pykv" nogil:
+    cppclass device_link:
+        string endpoint
+        bool is_lost
+        string why() except +
+    cppclass device_links:
+        pass
+    bool is_remote(const device_links&)
+    const device_link* lost_link(const device_links&)
+    cdef cppclass owned_mutex:
+        void watch(const device_links&)
+        void lock_for_good()
+        bool try_lock()
+        void lock()
+        bool is_mine()
+    cdef cppclass scoped_lock:
+        void adopt(owned_mutex&)
+    cdef cppclass abort_flag:
+        void begin()
+        void arm(bool on)
+        void end()
+        bool is_wanted()
+        bool ask()
+        int64_t ask_at(int64_t poll)
+
+        @staticmethod
+        bool poll(void*) noexcept
+
+    cdef cppclass load_gate:
+        void begin()
+        void end()
+        bool is_exiting()
+        void finish()
+
+    load_gate loads
+
+
 cdef extern from "adapters.h" namespace "pykv" nogil:
     cppclass llama_adapter_lora "llama_adapter_lora":
         pass
@@ -96,15 +133,25 @@ cdef extern from "devices.h" namespace "pykv" nogil:
     vector[string] devices_of(const llama_model*) except +
 
 
-cdef extern from "device_link.h" namespace "pykv" nogil:
-    cppclass device_link:
-        string endpoint
-        bool is_lost
-        string why() except +
-    cppclass device_links:
-        pass
-    bool is_remote(const device_links&)
-    const device_link* lost_link(const device_links&)
+cdef extern from "rpc/servers.h" namespace "pykv" nogil:
+    cppclass rpc_server:
+        shared_ptr[device_link] link
+        vector[ggml_backend_dev_t] devices
+    const int32_t RPC_NO_BUILD
+    const int32_t RPC_LOST
+    const int32_t RPC_FORKED
+    int32_t rpc_open(const char* endpoint, int64_t timeout_ms, shared_ptr[rpc_server]& out, string& why)
+    void rpc_register(const rpc_server&)
+    int32_t rpc_serve(const char* endpoint, int n_threads, const char* devices)
+    shared_ptr[llama_model] own_model_on(llama_model*, const vector[shared_ptr[rpc_server]]&) except +
+    device_links rpc_links_of(const llama_model*) except +
+
+
+cdef extern from "cpu/cpu.h" namespace "pykv":
+    string choose_cpu(const char* wanted) except +
+    string cpu_name() except +
+    vector[string] cpu_names() except +
+    vector[string] cpu_features() except +
 
 
 cdef extern from "transfers.h" namespace "pykv" nogil:
@@ -272,35 +319,6 @@ cdef extern from "probe_kv.h" namespace "pykv" nogil:
 cdef extern from "values.h" namespace "pykv" nogil:
     int64_t first_not_finite(const float* row, size_t n, bool is_logits)
     float largest_value(uint64_t n, bool as_f16)
-
-
-cdef extern from "sync.h" namespace "pykv" nogil:
-    cdef cppclass owned_mutex:
-        void watch(const device_links&)
-        void lock_for_good()
-        bool try_lock()
-        void lock()
-        bool is_mine()
-    cdef cppclass scoped_lock:
-        void adopt(owned_mutex&)
-    cdef cppclass abort_flag:
-        void begin()
-        void arm(bool on)
-        void end()
-        bool is_wanted()
-        bool ask()
-        int64_t ask_at(int64_t poll)
-
-        @staticmethod
-        bool poll(void*) noexcept
-
-    cdef cppclass load_gate:
-        void begin()
-        void end()
-        bool is_exiting()
-        void finish()
-
-    load_gate loads
 
 
 cdef extern from "sigint.h" namespace "pykv" nogil:

@@ -48,7 +48,7 @@ cdef class Model:
         cdef string problem
         cdef vector[lib.ggml_backend_dev_t] devices
         cdef vector[float] split
-        cdef vector[shared_ptr[rpc_server]] servers
+        cdef vector[shared_ptr[lib.rpc_server]] servers
         cdef lib.ggml_backend_dev_t device
         self.generation = _generation
         self.adapters = lib.new_adapter_lock()
@@ -97,8 +97,8 @@ cdef class Model:
             model = lib.model_load(c_path, p)
             lib.loads.end()
         if model != NULL:
-            self.ref = own_model_on(model, servers)
-            self.links = rpc_links_of(model)
+            self.ref = lib.own_model_on(model, servers)
+            self.links = lib.rpc_links_of(model)
         why = _reason()
         if box[1] is not None:
             raise box[1]

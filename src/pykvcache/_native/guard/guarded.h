@@ -11,9 +11,9 @@
 #include <string>
 #include <type_traits>
 
-#include "device_link.h"
 #include "gguf.h"
 #include "llama.h"
+#include "sync.h"
 
 namespace pykv {
 

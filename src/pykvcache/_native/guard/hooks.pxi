@@ -1,4 +1,4 @@
-# Logging, errors caught in C++, fork.
+# The choice of CPU code, logging, errors caught in C++, fork, Ctrl-C.
 
 # A free-threaded interpreter enables the GIL for this module, unless told not to.
 if not getattr(sys, "_is_gil_enabled", lambda: True)():
@@ -18,6 +18,18 @@ cdef list _texts(const vector[string]& texts):
     for i in range(texts.size()):
         found.append(_text(texts[i]))
     return found
+
+
+# Before any of ggml's CPU code runs.
+cdef bytes _cpu_wanted = os.environ.get("PYKVCACHE_CPU", "").encode("utf-8", "surrogateescape")
+cdef str _cpu_refusal = _text(lib.choose_cpu(_cpu_wanted))
+if _cpu_refusal:
+    raise ImportError(_cpu_refusal)
+
+
+def cpu_features():
+    """Return this processor's features, among those that compilers may use."""
+    return _texts(lib.cpu_features())
 
 
 cdef object _logger = logging.getLogger("pykvcache.llama")
@@ -43,6 +55,41 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
 lib.install_hooks()
+
+# Ctrl-C is deferred while the main thread changes sequences or decodes. Its handler's exception is raised by
+# the stopped decode, or at the end of the change.
+
+cdef object _SIGINT = _signal.SIGINT
+cdef object _getsignal = _signal.getsignal
+cdef object _raises_interrupt = _signal.default_int_handler
+cdef unsigned long _main_thread = threading.main_thread().ident
+
+
+cdef inline bint _is_main_thread() noexcept:
+    return PyThread_get_thread_ident() == _main_thread
+
+
+cdef inline void _defer_sigint() noexcept:
+    if _is_main_thread():
+        lib.sigint.begin()
+
+
+cdef inline void _release_sigint() noexcept:
+    if _is_main_thread():
+        lib.sigint.end()
+
+
+cdef bint _stops_decodes() except -1:
+    """Whether Ctrl-C stops a decode; a program's own handler decides that itself."""
+    return _is_main_thread() and _getsignal(_SIGINT) is _raises_interrupt
+
+
+cdef int _handle_sigint() except -1:
+    """Run the handler of a deferred SIGINT; raises what it raises."""
+    if _is_main_thread() and lib.sigint.deliver():
+        PyErr_CheckSignals()
+    return 0
+
 
 cdef object _live = weakref.WeakSet()
 
@@ -126,7 +173,7 @@ def system_info() -> dict:
         "llama_version": lib.llama_version().decode(),
         "supports_gpu_offload": bool(lib.llama_supports_gpu_offload()),
         "is_plain": bool(lib.is_plain()),
-        "cpu": _text(cpu_name()),
-        "cpu_choices": tuple(_texts(cpu_names())),
+        "cpu": _text(lib.cpu_name()),
+        "cpu_choices": tuple(_texts(lib.cpu_names())),
         "max_sequences": lib.llama_max_parallel_sequences(),
     }

@@ -1,5 +1,5 @@
 // Replaces ggml's transport.cpp, whose client ends the process if a message fails. Here the connection is marked as lost
-// (device_link.h) and ggml gets a fabricated reply. The server side behaves as ggml's.
+// (sync.h) and ggml gets a fabricated reply. The server side behaves as ggml's.
 #include "transport.h"
 
 #include <arpa/inet.h>

@@ -242,13 +242,14 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     uint32_t n_used(const memory*, memory_part)
     uint32_t n_spanned(const memory*)
     int64_t n_free(const memory*, llama_seq_id)
-    size_t n_held(const memory*, llama_seq_id)
-    bool extent(const memory*, llama_seq_id, llama_pos& lo, llama_pos& hi)
+    ctypedef struct extent:
+        llama_pos lo, hi
+        size_t n
+    extent extent_of(const memory*, llama_seq_id)
     enum removal:
         REMOVE_WHOLE
         REMOVE_REFUSED
     llama_pos first_kept(const memory*, llama_seq_id)
-    llama_pos first_of(const memory*, llama_seq_id)
     bool holds(const memory*, llama_seq_id, llama_pos p0, llama_pos p1)
     llama_pos last_before(const memory*, llama_seq_id, llama_pos p)
     llama_pos window_start(const memory*, llama_pos next)

@@ -97,15 +97,15 @@ cdef class Cells(Memory):
 
     def sequences(self):
         """Return {seq_id: (lowest, highest, number of cells)} of non-empty sequences."""
-        cdef int32_t s, lo = 0, hi = 0
+        cdef int32_t s
+        cdef lib.extent held
         cdef dict found = {}
         cdef lib.scoped_lock locked
         self.lock_read(locked)
-        if self.traits.kind == lib.MEMORY_NONE:
-            return found
         for s in range(self.n_seq_max):
-            if lib.extent(self.mem, s, lo, hi):
-                found[s] = (lo, hi, lib.n_held(self.mem, s))
+            held = lib.extent_of(self.mem, s)
+            if held.n:
+                found[s] = (held.lo, held.hi, held.n)
         return found
 
     def compact(self):
@@ -146,7 +146,7 @@ cdef class Cells(Memory):
 
     def can_resume(self, seq_id, pos):
         """Return whether removing from pos on and decoding at pos gives the right logits."""
-        cdef int32_t seq = _seq(seq_id, self.n_seq_max), p, lo = 0, hi = 0
+        cdef int32_t seq = _seq(seq_id, self.n_seq_max), p
         if pos is None:
             raise TypeError("pos must be an integer, not None")
         p = _p0(pos, "pos")
@@ -155,11 +155,9 @@ cdef class Cells(Memory):
         self.check_usable()
         if p == 0:
             return True
-        if self.traits.kind == lib.MEMORY_NONE or not lib.extent(self.mem, seq, lo, hi):
-            return False
         if self.seqs.needs_removal(seq) or lib.last_before(self.mem, seq, p) != p - 1:
             return False
-        if p <= hi and self.traits.whole_only:
+        if p < self.seqs.next_pos(seq) and self.traits.whole_only:
             return self.seqs.can_resume_at(seq, p)
         return bool(lib.window_intact(self.mem, seq, p))
 

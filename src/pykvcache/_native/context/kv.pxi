@@ -199,7 +199,7 @@ cdef class Arrays(Cells):
                 pos[i] = cells[i].pos
             extended = None
             if part == lib.PART_RECURRENT:
-                extended = lib.first_of(self.mem, seq)
+                extended = lib.extent_of(self.mem, seq).lo
             elif lib.has_extended(self.mem):
                 extended = np.empty((cells.size(), 3), np.int32)
                 if cells.size():

@@ -78,15 +78,12 @@ cdef class Memory(Handle):
         """Return the lowest or highest position; -1 if empty, unused or out of range."""
         cdef int overflow = 0
         cdef long long n = _index(seq_id, "sequence id", &overflow)
-        cdef int32_t lo = 0, hi = 0
         cdef lib.scoped_lock locked
         self.lock_read(locked)
         self.check_usable()
-        if overflow or n < 0 or n >= self.n_seq_max or self.traits.kind == lib.MEMORY_NONE:
+        if overflow or n < 0 or n >= self.n_seq_max:
             return -1
-        if not want_max:
-            return lib.first_kept(self.mem, <int32_t>n)
-        return hi if lib.extent(self.mem, <int32_t>n, lo, hi) else -1
+        return lib.extent_of(self.mem, <int32_t>n).hi if want_max else lib.first_kept(self.mem, <int32_t>n)
 
     # Removal -------------------------------------------------------------------------
 
@@ -150,7 +147,8 @@ cdef class Memory(Handle):
     def seq_cp(self, src, dst, p0, p1, str operation):
         """Replace dst by the positions ``[p0, p1)`` of src."""
         cdef int32_t s = _seq(src, self.n_seq_max), d = _seq(dst, self.n_seq_max)
-        cdef int32_t a = 0, b = 0, lo = 0, hi = 0
+        cdef int32_t a = 0, b = 0
+        cdef lib.extent held
         cdef bint whole
         _range(p0, p1, &a, &b)
         cdef lib.scoped_lock locked
@@ -158,10 +156,11 @@ cdef class Memory(Handle):
         self.need_memory(operation)
         if s == d:
             return
-        if a >= b or not lib.extent(self.mem, s, lo, hi) or not self.selects(s, a, b, lo, hi):
+        held = lib.extent_of(self.mem, s)
+        if a >= b or not self.selects(s, a, b, held):
             self.remove_from(d, self.seqs.removal_of(d, 0, INT32_MAX), 0, INT32_MAX)
             return
-        whole = a <= lo and b > hi
+        whole = a <= held.lo and b > held.hi
         if not whole:
             self.check_partial_copy(operation, s, a, b)
         self.need_whole(operation, s)
@@ -178,12 +177,12 @@ cdef class Memory(Handle):
             raise TypeError("size must be an integer, not None: copy_kv_cache_seq copies all")
         self.seq_cp(src, dst, 0, _p1(size, "size"), "copy_cache")
 
-    cdef bint selects(self, int32_t seq, int32_t a, int32_t b, int32_t lo, int32_t hi) noexcept:
-        """Return whether a sequence of positions lo to hi has any in ``[a, b)``."""
-        if b <= lo or a > hi:
+    cdef bint selects(self, int32_t seq, int32_t a, int32_t b, lib.extent held) noexcept:
+        """Return whether a sequence has any position in ``[a, b)``."""
+        if b <= held.lo or a > held.hi:
             return False
         # A recurrent state has a cell for its last position only.
-        return (a <= lo and b > hi) or self.traits.whole_only or lib.holds(self.mem, seq, a, b)
+        return (a <= held.lo and b > held.hi) or self.traits.whole_only or lib.holds(self.mem, seq, a, b)
 
     cdef int check_partial_copy(self, str operation, int32_t s, int32_t a, int32_t b) except -1:
         cdef int32_t next_pos
@@ -207,7 +206,7 @@ cdef class Memory(Handle):
     # Shift ---------------------------------------------------------------------------
 
     def seq_add(self, seq_id, p0, p1, delta):
-        cdef int32_t seq = _seq(seq_id, self.n_seq_max), a = 0, b = 0, where = 0, first = 0
+        cdef int32_t seq = _seq(seq_id, self.n_seq_max), a = 0, b = 0, where = 0
         cdef int overflow = 0
         cdef long long by
         cdef lib.shift_problem problem
@@ -223,7 +222,7 @@ cdef class Memory(Handle):
         self.check_move("kv_cache_seq_add", seq, &a, &b)
         if overflow or by > INT32_MAX or by < -INT32_MAX - 1:
             problem = lib.SHIFT_OVERFLOW
-            lib.extent(self.mem, seq, first, where)
+            where = lib.extent_of(self.mem, seq).hi
         else:
             problem = lib.add_check(self.mem, seq, a, b, by, where)
         if problem != lib.SHIFT_FITS:
@@ -258,14 +257,14 @@ cdef class Memory(Handle):
         return a < b and lib.holds(self.mem, seq, a, b)
 
     cdef int check_move(self, str operation, int32_t seq, int32_t* a, int32_t* b) except -1:
-        cdef int32_t lo = 0, hi = 0
+        cdef lib.extent held
         cdef int why = self.traits.shift
         if why != lib.SHIFT_OK:
             raise UnsupportedOperation(
                 operation, _NO_SHIFT[why], "context" if why in _NO_SHIFT_OF_TYPE else "model")
-        lib.extent(self.mem, seq, lo, hi)
         if self.traits.whole_only:
-            if a[0] > lo or b[0] <= hi:
+            held = lib.extent_of(self.mem, seq)
+            if a[0] > held.lo or b[0] <= held.hi:
                 raise UnsupportedOperation(
                     operation, f"{self.memory_kind} memory moves whole sequences only", "memory")
             a[0] = 0

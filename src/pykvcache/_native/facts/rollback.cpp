@@ -67,8 +67,8 @@ uint32_t n_back(const memory * m, llama_seq_id seq) {
 }  // namespace
 
 bool can_step_back(const memory * m, llama_seq_id seq, llama_pos p0) {
-    llama_pos lo, hi;
-    if (n_back(m, seq) == 0 || !extent(m, seq, lo, hi) || p0 <= lo || p0 > hi) {
+    const auto [lo, hi, n] = extent_of(m, seq);
+    if (n_back(m, seq) == 0 || p0 <= lo || p0 > hi) {
         return false;
     }
     const auto & cell = m->recurrent->cells[size_t(state_cell(m, seq))];

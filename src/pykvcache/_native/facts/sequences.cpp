@@ -60,7 +60,7 @@ void sequence_facts::copied(llama_seq_id src, llama_seq_id dst, llama_pos end) n
         input_keys[size_t(dst)] = 0;
     }
     if (traits.whole_only) {
-        set_first({}, mem, dst, first_of(mem, src));
+        set_first({}, mem, dst, extent_of(mem, src).lo);
         share_earlier({}, mem, src, dst);
     }
 }
@@ -223,8 +223,7 @@ int32_t sequence_facts::rewind(llama_seq_id seq, llama_pos last) noexcept {
 }
 
 int32_t sequence_facts::copy(llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) noexcept {
-    llama_pos lo = 0, hi = 0;
-    const bool begins = p0 <= 0 || (extent(mem, src, lo, hi) && p0 <= lo);
+    const bool begins = p0 <= extent_of(mem, src).lo;
     // llama_memory_seq_cp merges into a unified destination; a copy replaces.
     int32_t code = copies_replace(mem) ? 0 : remove(dst, removal_of(dst, 0, END), 0, END);
     if (code == 0) {
@@ -237,7 +236,7 @@ int32_t sequence_facts::copy(llama_seq_id src, llama_seq_id dst, llama_pos p0, l
 int32_t sequence_facts::shift(llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos delta) noexcept {
     const llama_pos first = first_from(mem, seq, p0);
     if (traits.whole_only) {
-        set_first({}, mem, seq, first_of(mem, seq) + delta);
+        set_first({}, mem, seq, extent_of(mem, seq).lo + delta);
     }
     moved(seq, first, first + delta);
     return add_cells({}, mem, seq, p0, p1, delta);
@@ -246,7 +245,7 @@ int32_t sequence_facts::shift(llama_seq_id seq, llama_pos p0, llama_pos p1, llam
 int32_t sequence_facts::divide(llama_seq_id seq, llama_pos p0, llama_pos p1, int d) noexcept {
     const llama_pos first = first_from(mem, seq, p0);
     if (traits.whole_only) {
-        set_first({}, mem, seq, first_of(mem, seq) / d);
+        set_first({}, mem, seq, extent_of(mem, seq).lo / d);
     }
     moved(seq, first, first / d);
     return divide_cells({}, mem, seq, p0, p1, d);
@@ -336,10 +335,9 @@ int32_t sequence_facts::put_part(llama_seq_id seq, const std::vector<state_piece
 
 // Record where recurrent sequences begin, which their memory does not store.
 void sequence_facts::note_first_tokens(const llama_batch & batch) noexcept {
-    llama_pos lo, hi;
     for (int32_t i = batch.n_tokens - 1; i >= 0; --i) {
         const llama_seq_id seq = batch.seq_id[i][0];
-        if (!extent(mem, seq, lo, hi)) {
+        if (extent_of(mem, seq).n == 0) {
             set_first({}, mem, seq, batch.pos[i]);
         }
     }

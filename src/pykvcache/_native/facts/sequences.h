@@ -46,10 +46,7 @@ class sequence_facts {
     // Whether the last failed decode did that.
     bool was_damaged(llama_seq_id seq) const { return last_damaged.test(size_t(seq)); }
     // Position after the last one. llama.cpp asks the window, which may be empty.
-    llama_pos next_pos(llama_seq_id seq) const {
-        llama_pos lo, hi;
-        return traits.kind != MEMORY_NONE && extent(mem, seq, lo, hi) ? hi + 1 : 0;
-    }
+    llama_pos next_pos(llama_seq_id seq) const { return extent_of(mem, seq).hi + 1; }
     // Encoder-decoder models: hash of the encoder's input tokens for a sequence, 0 for none. Sequences with equal hashes
     // attend to the same input.
     uint64_t input_key(llama_seq_id seq) const { return input_keys[size_t(seq)]; }

@@ -116,8 +116,13 @@ uint32_t n_spanned(const memory * m);
 // Free cells for a decode into this sequence; -1 if sequences do not consist of cells.
 int64_t  n_free(const memory * m, llama_seq_id seq);
 
-// Lowest and highest position of the sequence; false if empty.
-bool extent(const memory * m, llama_seq_id seq, llama_pos & lo, llama_pos & hi);
+// Positions of a sequence, and its number of cells; 0, -1 and 0 if it is empty. One recurrent state stands for all tokens
+// up to its position.
+struct extent {
+    llama_pos lo = 0, hi = -1;
+    size_t    n = 0;
+};
+extent extent_of(const memory * m, llama_seq_id seq);
 // Whether cells can be moved in all caches of the memory, because their order has no meaning.
 bool can_compact(const memory * m);
 // Effect of a removal of [p0, p1).
@@ -134,12 +139,8 @@ removal removal_of(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p
 llama_pos first_kept(const memory * m, llama_seq_id seq);
 // Cell of the sequence's recurrent state, or -1.
 int32_t state_cell(const memory * m, llama_seq_id seq);
-// First position of the sequence, recurrent state included; 0 if empty.
-llama_pos first_of(const memory * m, llama_seq_id seq);
 // Whether the sequence has any position in [p0, p1).
 bool holds(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1);
-// Number of cells of the sequence.
-size_t n_held(const memory * m, llama_seq_id seq);
 // Highest position below p, or -1.
 llama_pos last_before(const memory * m, llama_seq_id seq, llama_pos p);
 // Lowest position from p on that the sequence holds, or the largest one.

@@ -68,15 +68,15 @@ llama_pos least_cut(const memory * m, llama_pos first) noexcept {
 }
 
 llama_pos window_begin(const memory * m, llama_seq_id seq) {
-    llama_pos lo = 0, hi = -1;
-    if (!extent(m, seq, lo, hi) || !m->swa) {
-        return lo;
+    const extent all = extent_of(m, seq);
+    if (all.n == 0 || !m->swa) {
+        return all.lo;
     }
     const auto & held = cells_of(m->base, seq);
     const auto & kept = cells_of(m->swa, seq);
     auto a = held.rbegin();
     auto b = kept.rbegin();
-    llama_pos begin = hi + 1;
+    llama_pos begin = all.hi + 1;
     for (; a != held.rend() && b != kept.rend() && a->first == b->first; ++a, ++b) {
         begin = a->first;
     }
@@ -85,11 +85,11 @@ llama_pos window_begin(const memory * m, llama_seq_id seq) {
 }
 
 llama_pos spare_begin(const memory * m, llama_seq_id seq) {
-    llama_pos lo, hi;
-    if (!m->swa || m->recurrent || !extent(m, seq, lo, hi)) {
+    const extent all = extent_of(m, seq);
+    if (!m->swa || m->recurrent || all.n == 0) {
         return POS_END;
     }
-    return std::max(window_begin(m, seq), cut_begin(m, hi));
+    return std::max(window_begin(m, seq), cut_begin(m, all.hi));
 }
 
 llama_pos cut_begin(const memory * m, llama_pos last) noexcept {
@@ -154,37 +154,19 @@ bool next_cell(const memory * m, memory_part part, uint32_t n_seq_max, uint32_t 
     return false;
 }
 
-bool extent(const memory * m, llama_seq_id seq, llama_pos & lo, llama_pos & hi) {
+extent extent_of(const memory * m, llama_seq_id seq) {
     if (m->base) {
         const auto & cells = cells_of(m->base, seq);
-        if (cells.empty()) {
-            return false;
-        }
-        lo = cells.begin()->first;
-        hi = cells.rbegin()->first;
-        return true;
+        return cells.empty() ? extent{} : extent{cells.begin()->first, cells.rbegin()->first, cells.size()};
     }
-    if (m->recurrent) {
-        const auto * cell = tail_of(m, seq);
-        if (!cell || cell->pos < 0) {
-            return false;
-        }
-        // One state stands for all tokens up to its position.
-        lo = m->first[seq];
-        hi = cell->pos;
-        return true;
-    }
-    if (!m->mem) {
-        return false;
-    }
-    lo = 0;
-    hi = m->mem->seq_pos_max(seq);
-    return hi >= 0;
+    const auto *    cell = m->recurrent ? tail_of(m, seq) : nullptr;
+    const llama_pos hi = cell ? cell->pos : m->recurrent || !m->mem ? -1 : m->mem->seq_pos_max(seq);
+    return hi < 0 ? extent{} : extent{cell ? m->first[seq] : 0, hi, 1};
 }
 
 removal removal_of(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, bool whole_only) {
-    llama_pos lo, hi;
-    if (!extent(m, seq, lo, hi)) {
+    const auto [lo, hi, n] = extent_of(m, seq);
+    if (n == 0) {
         if (p0 != 0 || p1 != POS_END) {
             return REMOVE_NOTHING;
         }
@@ -210,8 +192,8 @@ removal removal_of(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p
 }
 
 llama_pos first_kept(const memory * m, llama_seq_id seq) {
-    llama_pos lo, hi;
-    if (!extent(m, seq, lo, hi)) {
+    const auto [lo, hi, n] = extent_of(m, seq);
+    if (n == 0) {
         return -1;
     }
     if (m->recurrent) {
@@ -228,19 +210,6 @@ int32_t state_cell(const memory * m, llama_seq_id seq) {
     return m->recurrent && size_t(seq) < m->recurrent->cells.size() ? m->recurrent->cells[seq].tail : -1;
 }
 
-llama_pos first_of(const memory * m, llama_seq_id seq) {
-    llama_pos lo, hi;
-    return extent(m, seq, lo, hi) ? lo : 0;
-}
-
-size_t n_held(const memory * m, llama_seq_id seq) {
-    llama_pos lo, hi;
-    if (m->base) {
-        return cells_of(m->base, seq).size();
-    }
-    return extent(m, seq, lo, hi) ? 1 : 0;
-}
-
 bool holds(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1) {
     const llama_pos last = last_before(m, seq, p1);
     return last >= 0 && last >= p0;
@@ -252,11 +221,8 @@ llama_pos last_before(const memory * m, llama_seq_id seq, llama_pos p) {
         auto it = from(cells, p);
         return it == cells.begin() ? -1 : (--it)->first;
     }
-    llama_pos lo, hi;
-    if (!extent(m, seq, lo, hi) || p <= lo) {
-        return -1;
-    }
-    return std::min(hi, p - 1);
+    const extent all = extent_of(m, seq);
+    return all.n == 0 || p <= all.lo ? -1 : std::min(all.hi, p - 1);
 }
 
 bool window_intact(const memory * m, llama_seq_id seq, llama_pos next) {
@@ -409,8 +375,8 @@ shift_problem check_moves(const memory * m, llama_seq_id seq, llama_pos p0, llam
     if (m->base) {
         return check_targets(held_cells(*m->base, seq), m->max_position, p0, p1, moved, where);
     }
-    llama_pos lo, hi;
-    if (!extent(m, seq, lo, hi)) {
+    const auto [lo, hi, n] = extent_of(m, seq);
+    if (n == 0) {
         return SHIFT_FITS;
     }
     where = hi;

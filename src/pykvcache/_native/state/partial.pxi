@@ -72,7 +72,7 @@ cdef class Partials(Blocks):
         state.data = self.read_state(plan)
         state.seq_id = seq
         state.pos = self.seqs.next_pos(seq) - 1
-        state.first = lib.first_of(self.mem, seq)
+        state.first = lib.extent_of(self.mem, seq).lo
         state.version = self.seqs.name_version(seq)
         return state
 

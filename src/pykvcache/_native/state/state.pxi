@@ -130,7 +130,7 @@ cdef class State(Arrays):
         `spare` as in `get_state`.
         """
         cdef int32_t s, seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
-        cdef int32_t lo = 0, hi = 0
+        cdef lib.extent held
         cdef unique_ptr[lib.seq_state] plan
         cdef lib.scoped_lock locked
         self.lock_read(locked)
@@ -139,8 +139,9 @@ cdef class State(Arrays):
         state = self.read_state(plan)
         firsts = []
         for s in range(<int32_t>self.n_seq_max) if seq < 0 else (seq,):
-            if lib.extent(self.mem, s, lo, hi):
-                firsts.append((s, lo))
+            held = lib.extent_of(self.mem, s)
+            if held.n:
+                firsts.append((s, held.lo))
         return state, firsts
 
     cdef int readable(self, str operation, int32_t seq, bint inside=False) except -1:

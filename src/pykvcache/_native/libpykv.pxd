@@ -170,17 +170,10 @@ cdef extern from "probe.h" namespace "pykv" nogil:
         MEMORY_HYBRID
         MEMORY_HYBRID_SLIDING_WINDOW
         MEMORY_OTHER
-    enum no_shift:
-        SHIFT_OK
-        SHIFT_MULTI_POS
-        SHIFT_ARCH
-        SHIFT_NO_ROPE
-        SHIFT_BF16
-        SHIFT_QUANTIZED
-        SHIFT_PARTIAL
-        SHIFT_SCALED
-        SHIFT_OTHERWISE
-        SHIFT_TABLE
+    cppclass no_shift:
+        string why
+        bool of_type
+        bool multi_pos
     enum shift_problem:
         SHIFT_FITS
         SHIFT_NEGATIVE

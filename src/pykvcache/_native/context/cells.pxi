@@ -47,7 +47,7 @@ cdef class Cells(Memory):
             "n_streams": self.traits.n_stream if self.traits.kind != lib.MEMORY_NONE else 0,
             "n_cells": facts.n_cells,
             "n_swa": facts.n_swa,
-            "can_shift": self.traits.shift == lib.SHIFT_OK,
+            "can_shift": self.traits.shift.why.empty(),
             "can_copy_partial": takes_parts and self.traits.n_stream == 1,
             "can_remove_partial": takes_parts,
             "max_rollback": facts.max_rollback,

@@ -11,24 +11,6 @@ cdef dict _KIND_NAMES = {
     lib.MEMORY_OTHER: "other",
 }
 
-# Why a memory cannot shift.
-cdef dict _NO_SHIFT = {
-    lib.SHIFT_MULTI_POS: "M-RoPE stores several positions per token, which llama.cpp cannot shift",
-    lib.SHIFT_ARCH: "llama.cpp cannot rotate the keys of this architecture again",
-    lib.SHIFT_NO_ROPE: "a part of this cache has no rotary layer (NoPE), which llama.cpp cannot shift",
-    lib.SHIFT_BF16: "keys stored as bf16 cannot be rotated; create the context with type_k='f16'",
-    lib.SHIFT_QUANTIZED: "llama.cpp cannot rotate quantised keys whose head size is not a multiple "
-                         "of 64, or with LLAMA_ATTN_ROT_DISABLE; create the context with type_k='f16'",
-    lib.SHIFT_PARTIAL: "llama.cpp cannot rotate quantised keys of which RoPE turns a part; "
-                       "create the context with type_k='f16'",
-    lib.SHIFT_OTHERWISE: "llama.cpp would rotate keys of this model in another way than its graph does",
-    lib.SHIFT_TABLE: "the keys and values of this model were computed from positions in a learned table",
-    lib.SHIFT_SCALED: "RoPE changes the length of this model's keys, in each part by another factor",
-}
-
-# Those that another type of K would avoid.
-cdef tuple _NO_SHIFT_OF_TYPE = (lib.SHIFT_BF16, lib.SHIFT_QUANTIZED, lib.SHIFT_PARTIAL)
-
 
 cdef class Memory(Handle):
     """``llama_memory_*`` behind checks."""
@@ -51,7 +33,7 @@ cdef class Memory(Handle):
     def can_shift(self):
         """Return whether this memory can shift; needs no lock because it never changes."""
         self.check_open()
-        return self.traits.shift == lib.SHIFT_OK
+        return self.traits.shift.why.empty()
 
     cdef int need_memory(self, str operation) except -1:
         if self.traits.kind == lib.MEMORY_NONE:
@@ -252,16 +234,15 @@ cdef class Memory(Handle):
         """Return 0 if there is nothing to move; raise if this memory or sequence cannot be shifted at all."""
         self.need_memory(operation)
         self.check_usable()
-        if self.traits.shift == lib.SHIFT_MULTI_POS:
-            raise UnsupportedOperation(operation, _NO_SHIFT[lib.SHIFT_MULTI_POS])
+        if self.traits.shift.multi_pos:
+            raise UnsupportedOperation(operation, _text(self.traits.shift.why))
         return a < b and lib.holds(self.mem, seq, a, b)
 
     cdef int check_move(self, str operation, int32_t seq, int32_t* a, int32_t* b) except -1:
         cdef lib.extent held
-        cdef int why = self.traits.shift
-        if why != lib.SHIFT_OK:
+        if not self.traits.shift.why.empty():
             raise UnsupportedOperation(
-                operation, _NO_SHIFT[why], "context" if why in _NO_SHIFT_OF_TYPE else "model")
+                operation, _text(self.traits.shift.why), "context" if self.traits.shift.of_type else "model")
         if self.traits.whole_only:
             held = lib.extent_of(self.mem, seq)
             if a[0] > held.lo or b[0] <= held.hi:

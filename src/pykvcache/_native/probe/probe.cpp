@@ -40,29 +40,33 @@ float key_scale(const llama_context * ctx, uint32_t il) {
 // Whether the shift graph undoes the Hadamard matrix over exactly the dimensions that it rotates.
 no_shift quantized_shift(const memory & m, memory_part part) {
     const auto size = uint32_t(hadamard_said(&m, part).keys);
-    if (size == 0) {
-        return SHIFT_QUANTIZED;
+    if (size == 0) {  // the shift graph would read them without a Hadamard matrix
+        return {"llama.cpp cannot rotate quantised keys whose head size is not a multiple of 64, or with "
+                "LLAMA_ATTN_ROT_DISABLE; create the context with type_k='f16'", true};
     }
     for (const uint32_t il : cache_of(&m, part)->get_layer_ids()) {
         if (m.hparams->has_rope(il) && (m.hparams->n_rot(il) % size != 0 || m.hparams->n_lora_kv > 0)) {
-            return SHIFT_PARTIAL;
+            // The matrix mixes both parts.
+            return {"llama.cpp cannot rotate quantised keys of which RoPE turns a part; create the context with type_k='f16'",
+                    true};
         }
     }
-    return SHIFT_OK;
+    return {};
 }
 
 no_shift find_no_shift(const llama_context * ctx, memory & m) {
+    const no_shift not_here{"llama.cpp cannot rotate the keys of this architecture again"};
     if (m.kind == MEMORY_NONE || m.kind == MEMORY_OTHER) {
-        return SHIFT_ARCH;
+        return not_here;
     }
     if (m.hparams->n_pos_per_embd() > 1) {
-        return SHIFT_MULTI_POS;
+        return {"M-RoPE stores several positions per token, which llama.cpp cannot shift", false, true};
     }
     if (m.index) {
-        return SHIFT_ARCH;
+        return not_here;
     }
     if (ctx->get_model().pos_embd) {
-        return SHIFT_TABLE;
+        return {"the keys and values of this model were computed from positions in a learned table"};
     }
     bool first = true;
     for (const memory_part part : {PART_ATTENTION, PART_WINDOW}) {
@@ -71,40 +75,40 @@ no_shift find_no_shift(const llama_context * ctx, memory & m) {
             continue;
         }
         if (!cache->get_can_shift()) {
-            return SHIFT_ARCH;
+            return not_here;
         }
         // Without rotary embedding no K needs rotating, and llama.cpp skips the graph.
         if (m.hparams->rope_type == LLAMA_ROPE_TYPE_NONE) {
             continue;
         }
         if (!rotates(cache, *m.hparams)) {
-            return SHIFT_NO_ROPE;
+            return {"a part of this cache has no rotary layer (NoPE), which llama.cpp cannot shift"};
         }
         if (cache->type_k() == GGML_TYPE_BF16) {
-            return SHIFT_BF16;
+            return {"keys stored as bf16 cannot be rotated; create the context with type_k='f16'", true};
         }
         if (ggml_is_quantized(cache->type_k())) {
             const no_shift why = quantized_shift(m, part);
-            if (why != SHIFT_OK) {
+            if (!why.why.empty()) {
                 return why;
             }
         }
         for (const uint32_t il : cache->get_layer_ids()) {
             if (!shift_is_like_graph(ctx, m, il)) {
-                return SHIFT_OTHERWISE;
+                return {"llama.cpp would rotate keys of this model in another way than its graph does"};
             }
             if (!m.hparams->has_rope(il)) {
                 continue;
             }
             const float scale = key_scale(ctx, il);
             if (!first && scale != m.key_scale) {
-                return SHIFT_SCALED;
+                return {"RoPE changes the length of this model's keys, in each part by another factor"};
             }
             m.key_scale = scale;
             first = false;
         }
     }
-    return SHIFT_OK;
+    return {};
 }
 
 // The cells that define a sequence; indexes and compressed copies follow them.

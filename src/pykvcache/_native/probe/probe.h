@@ -21,17 +21,11 @@ enum memory_kind : int {
     MEMORY_OTHER,  // a class with indexes or compressed copies
 };
 
-enum no_shift : int {
-    SHIFT_OK,
-    SHIFT_MULTI_POS,   // M-RoPE: several positions per token
-    SHIFT_ARCH,        // per-layer rotary sizes (step35), or a class without shifts
-    SHIFT_NO_ROPE,     // a sub-cache in which no layer is rotated
-    SHIFT_BF16,        // no kernel rotates bf16
-    SHIFT_QUANTIZED,   // quantised keys without a Hadamard matrix, which the shift graph would read anyway
-    SHIFT_PARTIAL,     // quantised keys that are rotated in part, and the matrix mixes both parts
-    SHIFT_SCALED,      // YaRN with different length factors in each part
-    SHIFT_OTHERWISE,   // layers that a shift rotates with other settings than the graph, or that the graph does not rotate
-    SHIFT_TABLE,       // a learned table of positions went into keys and values
+// Why a memory cannot be shifted.
+struct no_shift {
+    std::string why;                // "" if it can
+    bool        of_type = false;    // another type of K would avoid it
+    bool        multi_pos = false;  // M-RoPE
 };
 
 enum shift_problem : int { SHIFT_FITS, SHIFT_NEGATIVE, SHIFT_OVERFLOW, SHIFT_COLLIDES };
@@ -61,7 +55,7 @@ struct context_facts {
 struct memory_traits {
     memory_kind kind = MEMORY_NONE;
     std::string name = "none";  // of llama.cpp's class
-    no_shift    shift = SHIFT_OK;
+    no_shift    shift;
     llama_pos   max_position = 0;      // of a token: limited by a learned table, by RoPE in float32, or by int32
     bool        bounded = false;       // positions index the cells, so they start at 0 and end with the context
     bool        picks_blocks = false;  // attention picks blocks of neighbouring cells that belong to the same sequences

@@ -35,9 +35,10 @@ cdef extern from "system.h" namespace "pykv" nogil:
 cdef extern from "guarded.h" namespace "pykv" nogil:
     const int32_t CAUGHT
     void install_hooks() except +
-    const string& caught()
-    bool caught_memory()
-    const string& caught_endpoint()
+    cppclass failure:
+        string text, endpoint
+        bool no_memory
+    const failure& caught()
     void begin_notes()
     string take_notes()
     void set_log_threshold(int level)

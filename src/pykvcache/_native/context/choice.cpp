@@ -239,18 +239,13 @@ void choices::choose(one & each, int32_t n_vocab, chooser::candidate_list & list
     each.code = each.sampler->choose(each.row, n_vocab, list, each.token);
     if (each.code == CAUGHT) {
         // caught() is thread-local and lasts until the next call.
-        each.why = caught();
-        each.no_memory = caught_memory();
+        each.failed = caught();
     }
 }
 
 void choices::recall(size_t i) const noexcept {
     const device_link * lost = watched_links ? lost_link(*watched_links) : nullptr;
-    if (lost) {
-        note_lost(*lost);
-    } else {
-        note_caught(all[i].why.c_str(), all[i].no_memory);
-    }
+    note_caught(lost ? failure{lost->why(), lost->endpoint} : all[i].failed);
 }
 
 void choices::run(int32_t n_vocab) noexcept {

@@ -90,8 +90,7 @@ class choices {
         const float * row = nullptr;
         int32_t       code = 0;
         llama_token   token = 0;
-        bool          no_memory = false;
-        std::string   why;
+        failure       failed;
     };
     void choose(one & each, int32_t n_vocab, chooser::candidate_list & list) noexcept;
 

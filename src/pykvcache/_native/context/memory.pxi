@@ -50,9 +50,7 @@ cdef class Memory(Handle):
     cdef int raise_caught(self, int32_t code, str where) except -1:
         if code == lib.CAUGHT:
             raise self.fail(where)
-        if lib.has_log():
-            _drain_log()
-        return 0
+        return _drain_log()
 
     # Positions -----------------------------------------------------------------------
 

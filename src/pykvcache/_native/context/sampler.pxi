@@ -184,7 +184,7 @@ cdef class Sampler:
             _drain_log()
             if self.it.grammar != NULL:
                 return 0
-            why = _text(lib.caught()) or notes
+            why = _text(lib.caught().text) or notes
             if "left recursion" in why:
                 name = _text(fault.rules.at(<size_t>int(why.rpartition(" ")[2])))
                 why = f"rule '{name}' can begin with itself (left recursion)"

@@ -17,9 +17,7 @@ namespace {
 // Enough for a model load at debug level; if never drained, only the newest lines are kept.
 constexpr size_t LOG_LINES_MAX = 4096;
 
-thread_local std::string caught_text;
-thread_local std::string caught_where;
-thread_local bool        caught_bad_alloc = false;
+thread_local failure     last;
 thread_local std::string notes;
 
 struct log_queue {
@@ -88,25 +86,15 @@ void install_hooks() {
     llama_backend_init();
 }
 
-const std::string & caught() noexcept { return caught_text; }
-bool caught_memory() noexcept { return caught_bad_alloc; }
-const std::string & caught_endpoint() noexcept { return caught_where; }
+const failure & caught() noexcept { return last; }
 
-void note_caught(const char * what, bool memory) {
-    caught_text = what;
-    caught_bad_alloc = memory;
+void note_caught(failure found) noexcept {
+    last = std::move(found);
     guard.caught = true;
 }
 
-void note_lost(const device_link & link) noexcept {
-    note_caught(link.why().c_str(), false);
-    caught_where = link.endpoint;
-}
-
 void forget_caught() {
-    caught_text.clear();
-    caught_where.clear();
-    caught_bad_alloc = false;
+    last = {};
     guard.caught = false;
 }
 

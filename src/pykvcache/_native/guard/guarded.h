@@ -22,12 +22,13 @@ constexpr int32_t CAUGHT = INT32_MIN;  // no function of llama.h returns this va
 // Install the log and abort hooks; once, under the GIL.
 void install_hooks();
 
-// Message of the exception caught by this thread's last guarded call, or "".
-const std::string & caught() noexcept;
-// Whether it was std::bad_alloc.
-bool caught_memory() noexcept;
-// Server that was lost during that call, or "".
-const std::string & caught_endpoint() noexcept;
+// What this thread's last guarded call caught.
+struct failure {
+    std::string text;               // message of the exception, or ""
+    std::string endpoint;           // server that was lost during the call, or ""
+    bool        no_memory = false;  // whether it was std::bad_alloc
+};
+const failure & caught() noexcept;
 // Warnings and errors that llama.cpp logged on this thread since begin_notes().
 void begin_notes() noexcept;
 std::string take_notes() noexcept;
@@ -48,8 +49,7 @@ struct guard_state {
 };
 // Constant-initialised and trivially destroyed, so that access needs no guard call.
 inline thread_local guard_state guard;
-void note_caught(const char * what, bool memory);
-void note_lost(const device_link & link) noexcept;
+void note_caught(failure found) noexcept;
 void forget_caught();
 
 // While it exists, a broken precondition of ggml throws; for functions declared `except +`.
@@ -70,11 +70,11 @@ template <class R, class F> R guarded(R on_error, F && call) noexcept {
         }
         result = call();
     } catch (const std::bad_alloc &) {
-        note_caught("out of memory", true);
+        note_caught({"out of memory", {}, true});
     } catch (const std::exception & error) {
-        note_caught(error.what(), false);
+        note_caught({error.what()});
     } catch (...) {
-        note_caught("unknown C++ exception", false);
+        note_caught({"unknown C++ exception"});
     }
     --mine.depth;
     // A created object is returned anyway: the caller must free it, and using it checks the link.
@@ -82,7 +82,7 @@ template <class R, class F> R guarded(R on_error, F && call) noexcept {
         // ggml continued with fabricated replies, so the result is invalid.
         if (any_device_link.load(std::memory_order_relaxed) && watched_links && mine.depth == 0) {
             if (const device_link * lost = lost_link(*watched_links)) {
-                note_lost(*lost);
+                note_caught({lost->why(), lost->endpoint});
                 result = on_error;
             }
         }

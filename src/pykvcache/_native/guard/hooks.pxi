@@ -141,7 +141,7 @@ cdef str _notes():
 
 cdef str _reason():
     """Return why this thread's call failed, from its exception or what llama.cpp logged; pass the log on."""
-    text = _text(lib.caught()) or _notes() or "llama.cpp gave no reason"
+    text = _text(lib.caught().text) or _notes() or "llama.cpp gave no reason"
     _drain_log()
     return text
 
@@ -154,10 +154,11 @@ cdef int _check(int32_t code, str where) except -1:
 
 
 cdef object _caught_error(str where):
-    text = _text(lib.caught())
-    if not lib.caught_endpoint().empty():
-        return DeviceLost(_text(lib.caught_endpoint()), where, text)
-    if lib.caught_memory():
+    cdef lib.failure found = lib.caught()
+    text = _text(found.text)
+    if not found.endpoint.empty():
+        return DeviceLost(_text(found.endpoint), where, text)
+    if found.no_memory:
         return MemoryError(f"{where}: out of memory inside llama.cpp")
     return InternalError(f"{where}: llama.cpp failed: {text or 'unknown C++ exception'}")
 

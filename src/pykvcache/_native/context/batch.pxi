@@ -10,6 +10,8 @@ cdef class Batch(Outputs):
     cdef vector[int32_t] seq_ids
     cdef vector[int32_t*] seq_ptr
     cdef vector[int8_t] flags
+    cdef Py_ssize_t n_tokens
+    cdef int32_t width  # sequence ids per token, of which n_seq_id count
     # Next position and history of each sequence, while checking a batch.
     cdef int64_t expect[MAX_SEQ]
     cdef uint64_t history[MAX_SEQ]
@@ -24,14 +26,16 @@ cdef class Batch(Outputs):
         self.seq_ids.resize(n * width)
         self.seq_ptr.resize(n)
         self.flags.resize(n)
+        self.n_tokens = <Py_ssize_t>n
+        self.width = <int32_t>width
         return 0
 
-    cdef int load_rows(self, Rows rows, bint every) except -1:
-        """Copy the caller's rows; every token outputs, or only the marked ones."""
+    cdef int load_rows(self, Rows rows, bint encoding) except -1:
+        """Copy the caller's rows, and check them. Of an encode every token outputs."""
         cdef size_t n = rows.n, width = rows.width, i
+        cdef bint every = encoding or self.embeddings
         if n == 0:
             raise InvalidBatch("the batch holds no token")
-        every = every or self.embeddings
         self.make_room(n, width)
         memcpy(self.token.data(), rows.tokens, n * sizeof(int32_t))
         memcpy(self.pos.data(), rows.positions, n * sizeof(int32_t))
@@ -39,7 +43,7 @@ cdef class Batch(Outputs):
         memcpy(self.seq_ids.data(), rows.seq_ids, n * width * sizeof(int32_t))
         for i in range(n):
             self.flags[i] = every or rows.flags[i] != 0
-        return 0
+        return self.check_batch(encoding)
 
     cdef int load_tokens(self, const int32_t* tokens, Py_ssize_t n, int32_t first, int32_t seq) except -1:
         """Copy tokens of one sequence to positions from `first` on, and check them; the last one outputs."""
@@ -49,7 +53,7 @@ cdef class Batch(Outputs):
         for i in range(n):
             self.put_row(i, <int32_t>(first + i), seq, self.embeddings)
         self.flags[n - 1] = 1
-        return self.check_batch(n, 1, False)
+        return self.check_batch(False)
 
     cdef void put_row(self, Py_ssize_t i, int32_t pos, int32_t seq, bint flag) noexcept:
         self.pos[i] = pos
@@ -57,12 +61,12 @@ cdef class Batch(Outputs):
         self.seq_ids[i] = seq
         self.flags[i] = flag
 
-    cdef lib.llama_batch part(self, size_t start, int32_t n, size_t width) noexcept:
+    cdef lib.llama_batch part(self, size_t start, int32_t n) noexcept:
         """Return the checked arrays as a ``llama_batch``."""
         cdef lib.llama_batch batch
         cdef size_t i
         for i in range(start, start + n):
-            self.seq_ptr[i] = self.seq_ids.data() + i * width
+            self.seq_ptr[i] = self.seq_ids.data() + i * self.width
         batch.n_tokens = n
         batch.token = self.token.data() + start
         batch.embd = NULL
@@ -94,9 +98,9 @@ cdef class Batch(Outputs):
                 "nothing was decoded", 1, n_tokens=1, n_cells=self.n_ctx_seq)
         return 0
 
-    cdef int32_t part_limit(self, int64_t n, int32_t width) except -1:
+    cdef int32_t part_limit(self) except -1:
         """Return the maximum number of tokens of one call."""
-        cdef int64_t limit = self.n_batch
+        cdef int64_t n = self.n_tokens, limit = self.n_batch
         # A batch that turns out not to fit must not have cost a window its cells.
         if self.traits.windowed:
             limit = self.n_ubatch
@@ -106,28 +110,24 @@ cdef class Batch(Outputs):
                 raise InvalidBatch(
                     f"{n} tokens must be computed at once, and n_ubatch is {self.n_ubatch}: "
                     "create the context with a larger n_batch and n_ubatch", value=n, limit=self.n_ubatch)
-            self.check_equal_lengths(n, width)
-            if self.part_size(0, n, width) < n:
+            self.check_equal_lengths()
+            if self.part_size(0, n) < n:
                 raise InvalidBatch(
                     "sequences that must be computed at once (pooled embeddings, non-causal attention) "
                     "must be decoded one at a time on a sliding window")
             limit = self.n_ubatch
         return <int32_t>limit
 
-    cdef int check_equal_lengths(self, int64_t n, int32_t width) except -1:
+    cdef int check_equal_lengths(self) except -1:
         """Refuse sequences of unequal length where llama.cpp would split them but must not."""
         cdef int64_t counts[MAX_SEQ]
-        cdef int64_t i
         cdef int32_t s
         if self.traits.whole_only and self.traits.has_layout:  # recurrent
             if self.embeddings or self.traits.n_stream == 1 and self.causal:
                 return 0  # split by sequence, each one whole
         elif self.traits.n_stream == 1:
             return 0
-        for s in range(MAX_SEQ):
-            counts[s] = 0
-        for i in range(n):
-            counts[self.seq_ids[i * width]] += 1
+        self.count_tokens(counts)
         for s in range(MAX_SEQ):
             if counts[s] and counts[s] != counts[self.seq_ids[0]]:
                 raise InvalidBatch(
@@ -135,7 +135,14 @@ cdef class Batch(Outputs):
                     "need equal lengths here: decode one at a time, or use kv_unified=True")
         return 0
 
-    cdef int32_t part_size(self, int64_t start, int64_t n, int32_t width) noexcept:
+    cdef void count_tokens(self, int64_t* counts) noexcept:
+        """Count the tokens by their first sequence."""
+        cdef Py_ssize_t i
+        memset(counts, 0, MAX_SEQ * sizeof(int64_t))
+        for i in range(self.n_tokens):
+            counts[self.seq_ids[i * self.width]] += 1
+
+    cdef int32_t part_size(self, int64_t start, int64_t n) noexcept:
         """Return how many of the next n tokens may go into one call.
 
         llama.cpp splits sequences of unequal length into steps, and a later step may
@@ -147,12 +154,12 @@ cdef class Batch(Outputs):
         cdef int32_t s
         if not self.traits.windowed:
             return <int32_t>n
-        while same < n and self.same_sequences(start, start + same, width):
+        while same < n and self.same_sequences(start, start + same):
             same += 1
         for s in range(MAX_SEQ):
             seen[s] = False
         while single < n and self.n_seq_id[start + single] == 1:
-            s = self.seq_ids[(start + single) * width]
+            s = self.seq_ids[(start + single) * self.width]
             if seen[s]:
                 break
             seen[s] = True
@@ -173,34 +180,34 @@ cdef class Batch(Outputs):
                 return False
         return True
 
-    cdef bint same_sequences(self, int64_t a, int64_t b, int32_t width) noexcept:
+    cdef bint same_sequences(self, int64_t a, int64_t b) noexcept:
         cdef int32_t j
         if self.n_seq_id[a] != self.n_seq_id[b]:
             return False
         for j in range(self.n_seq_id[a]):
-            if self.seq_ids[a * width + j] != self.seq_ids[b * width + j]:
+            if self.seq_ids[a * self.width + j] != self.seq_ids[b * self.width + j]:
                 return False
         return True
 
     # Checks of a batch ---------------------------------------------------------------
 
-    cdef int check_batch(self, Py_ssize_t n, int32_t width, bint encoding) except -1:
+    cdef int check_batch(self, bint encoding) except -1:
         """Refuse a batch that llama.cpp would abort on, misread or compute wrong."""
         cdef Py_ssize_t i
         cdef int32_t j, k, s
         cdef const int32_t* seqs
         for s in range(<int32_t>self.n_seq_max):
             self.expect[s] = -1
-        for i in range(n):
+        for i in range(self.n_tokens):
             if self.token[i] < 0 or self.token[i] >= self.n_vocab:
                 raise InvalidBatch(
                     f"token {self.token[i]} (at {i}) is outside [0, {self.n_vocab})",
                     index=i, value=self.token[i], limit=self.n_vocab - 1)
-            if self.n_seq_id[i] < 1 or self.n_seq_id[i] > width:
+            if self.n_seq_id[i] < 1 or self.n_seq_id[i] > self.width:
                 raise InvalidBatch(
-                    f"token at {i} belongs to {self.n_seq_id[i]} sequences: 1 to {width} are possible",
-                    index=i, value=self.n_seq_id[i], limit=width)
-            seqs = self.seq_ids.data() + i * width
+                    f"token at {i} belongs to {self.n_seq_id[i]} sequences: 1 to {self.width} are possible",
+                    index=i, value=self.n_seq_id[i], limit=self.width)
+            seqs = self.seq_ids.data() + i * self.width
             for j in range(self.n_seq_id[i]):
                 s = seqs[j]
                 if s < 0 or s >= <int32_t>self.n_seq_max:

@@ -24,28 +24,24 @@ cdef class Decoding(Batch):
         if n == 0:
             raise InvalidBatch("there is no token to decode")
         self.load_tokens(values.data(), n, self.seqs.next_pos(seq), seq)
-        self.run_parts(n, 1)
+        self.run_parts()
         # Read under the same lock: another thread may decode right after.
         return self.logit_row(-1, True, <int32_t>n) if want_row else True
 
     def decode_batch(self, Rows rows not None):
         """Decode tokens of several sequences, split into parts of at most n_batch."""
-        cdef int32_t width
         cdef lib.scoped_lock locked
         self.lock_write(locked)
         self.load_rows(rows, False)
-        # Only the copy is used from here: other threads may change the rows.
-        width = <int32_t>rows.width
-        self.check_batch(<Py_ssize_t>self.token.size(), width, False)
-        self.run_parts(<int64_t>self.token.size(), width)
+        self.run_parts()
 
-    cdef int run_parts(self, int64_t n, int32_t width, bint active=True) except -1:
+    cdef int run_parts(self, bint active=True) except -1:
         """Decode the checked arrays in as few calls as possible; `active`: with the activated adapter."""
-        cdef int64_t limit = self.part_limit(n, width), start = 0
+        cdef int64_t n = self.n_tokens, limit = self.part_limit(), start = 0
         cdef int32_t size, code
         cdef bint is_first
         cdef lib.llama_batch batch
-        self.check_room(n, width)
+        self.check_room()
         self.forget_outputs("the last decode failed")
         self.begin_work()
         try:
@@ -53,8 +49,8 @@ cdef class Decoding(Batch):
             self.apply_pending()
             self.abort_flag.arm(True)
             while start < n:
-                size = self.part_size(start, min(limit, n - start), width)
-                batch = self.part(start, size, width)
+                size = self.part_size(start, min(limit, n - start))
+                batch = self.part(start, size)
                 is_first = start == 0
                 with nogil:
                     code = self.seqs.decode(batch, is_first, active)
@@ -98,21 +94,19 @@ cdef class Decoding(Batch):
             lib.sigint.stops(NULL)
             lib.sigint.end()
 
-    cdef int check_room(self, int64_t n, int32_t width) except -1:
+    cdef int check_room(self) except -1:
         """Refuse a batch that cannot fit before computing any of it: each token takes a free cell.
 
         Windows may or may not reuse cells, so a decode there can still run out of room.
         """
         cdef int64_t counts[MAX_SEQ]
-        cdef int64_t i, free_cells = lib.n_free(self.mem, 0)
+        cdef int64_t free_cells = lib.n_free(self.mem, 0)
         cdef int32_t s
         if free_cells < 0:
             return 0  # no cells
         if self.traits.n_stream == 1:
-            return self.need_cells(n, free_cells, -1)
-        memset(counts, 0, sizeof(counts))
-        for i in range(n):
-            counts[self.seq_ids[i * width]] += 1
+            return self.need_cells(self.n_tokens, free_cells, -1)
+        self.count_tokens(counts)
         for s in range(<int32_t>self.n_seq_max):
             if counts[s]:
                 self.need_cells(counts[s], lib.n_free(self.mem, s), s)
@@ -160,22 +154,20 @@ cdef class Decoding(Batch):
     def encode(self, Rows rows not None):
         """Run ``llama_encode`` on a whole batch."""
         cdef Py_ssize_t i, n
-        cdef int32_t code, width
+        cdef int32_t code
         cdef lib.llama_batch batch
         cdef lib.scoped_lock locked
         self.lock_write(locked)
         if not (self.model.has_encoder or self.traits.kind == lib.MEMORY_NONE):
             raise UnsupportedOperation("encode", "the model has no encoder: use decode()")
         self.load_rows(rows, True)
-        n = <Py_ssize_t>self.token.size()
-        width = <int32_t>rows.width
-        self.check_batch(n, width, True)
+        n = self.n_tokens
         if n > self.n_ubatch:
             raise InvalidBatch(
                 f"{n} tokens must be encoded at once, and n_ubatch is {self.n_ubatch}: "
                 "create the context with a larger n_batch and n_ubatch", value=n, limit=self.n_ubatch)
         self.forget_outputs("the last encode failed")
-        batch = self.part(0, <int32_t>n, width)
+        batch = self.part(0, <int32_t>n)
         self.begin_work()
         try:
             _handle_sigint()

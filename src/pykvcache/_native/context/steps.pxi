@@ -24,7 +24,7 @@ cdef class Context(Adapted):
             return False, None
         try:
             self.load_tokens(ledger.data + begin, n, <int32_t>begin, seq)
-            self.run_parts(n, 1, ledger.next_is_active())
+            self.run_parts(ledger.next_is_active())
             self.note_held(ledger, seq, end)
             return True, self.logit_row(-1, True, <int32_t>n) if want_row else None
         except BaseException:
@@ -38,7 +38,6 @@ cdef class Context(Adapted):
         ``shares`` are tuples: tokens, sequence id, number of tokens held afterwards, and the batch
         index whose logits are wanted, or -1.
         """
-        cdef int32_t width
         cdef int active = _are_active((), shares)
         cdef lib.scoped_lock locked
         self.lock_write(locked)
@@ -46,9 +45,7 @@ cdef class Context(Adapted):
             return None
         try:
             self.load_rows(rows, False)
-            width = <int32_t>rows.width
-            self.check_batch(<Py_ssize_t>self.token.size(), width, False)
-            self.run_parts(<int64_t>self.token.size(), width, active != 0)
+            self.run_parts(active != 0)
             return self.note_shares(shares, 0)
         except BaseException:
             self.note_shares_left(shares)
@@ -100,8 +97,8 @@ cdef class Context(Adapted):
             for i in range(n, total):
                 self.token[i] = rows.tokens[i - n]
                 self.put_row(i, rows.positions[i - n], rows.seq_ids[i - n], rows.flags[i - n] != 0)
-            self.check_batch(total, 1, False)
-            self.run_parts(total, 1, active != 0)
+            self.check_batch(False)
+            self.run_parts(active != 0)
             for i in range(n):
                 ledger = (<Lane>own_lanes[i]).ledger
                 self.note_held(ledger, ledger.seq_id, ledger.n)

@@ -373,12 +373,12 @@ cdef extern from "probe_state.h" namespace "pykv" nogil:
     vector[state_part] state_parts(const memory*, bool v_trans, part_set which) except +
     vector[state_rows] state_rows_of(const memory*, bool v_trans, memory_part) except +
     cdef cppclass fault:
+        state_fault kind
         string why, what
         int64_t value, limit
         bool counted
-    state_fault state_check(const memory*, bool v_trans, uint32_t n_seq_max, llama_seq_id, part_set which,
-                            const vector[state_piece]&, vector[state_block]& blocks, fault& found,
-                            part_set known)
+    fault state_check(const memory*, bool v_trans, uint32_t n_seq_max, llama_seq_id, part_set which,
+                      const vector[state_piece]&, vector[state_block]& blocks, part_set known)
     cdef cppclass seq_state:
         size_t size
     seq_state* seq_state_new(const memory*, bool v_trans, llama_seq_id, part_set which, llama_pos window_from)

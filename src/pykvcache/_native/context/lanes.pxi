@@ -97,17 +97,9 @@ cdef class Tokens:
 
     def replace(self, Py_ssize_t begin, values):
         cdef vector[int32_t] more
-        cdef Py_ssize_t count
         if not _plain_ints(values, more):
             _plain_ints(np.ascontiguousarray(values, _INT32), more)
-        count = <Py_ssize_t>more.size()
-        begin = max(0, min(begin, self.n))
-        self.reserve(begin + count)
-        if count:
-            memcpy(self.data + begin, more.data(), count * sizeof(int32_t))
-        if count or begin < self.n:
-            self.n = begin + count
-            self.edited()
+        self.put_all(max(0, min(begin, self.n)), more)
 
     def append_plain(self, values, int32_t n_vocab):
         """Append token ids; return False and do nothing unless all are plain ints of the vocabulary."""
@@ -118,16 +110,23 @@ cdef class Tokens:
         for token in more:
             if not 0 <= token < n_vocab:
                 return False
-        if more.size():
-            self.reserve(self.n + <Py_ssize_t>more.size())
-            memcpy(self.data + self.n, more.data(), more.size() * sizeof(int32_t))
-            self.n += <Py_ssize_t>more.size()
-            self.edited()
+        self.put_all(self.n, more)
         return True
 
     def cut(self, Py_ssize_t n):
         self.n = max(0, min(n, self.n))
         self.edited()
+
+    cdef int put_all(self, Py_ssize_t begin, vector[int32_t]& more) except -1:
+        """Replace the tokens from `begin` on."""
+        cdef Py_ssize_t count = <Py_ssize_t>more.size()
+        self.reserve(begin + count)
+        if count:
+            memcpy(self.data + begin, more.data(), count * sizeof(int32_t))
+        if count or begin < self.n:
+            self.n = begin + count
+            self.edited()
+        return 0
 
     cdef void put(self, int32_t token) noexcept:
         self.data[self.n] = token

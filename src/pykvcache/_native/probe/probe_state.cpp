@@ -373,19 +373,17 @@ std::vector<state_rows> state_rows_of(const memory * m, bool v_trans, memory_par
     return result;
 }
 
-state_fault state_check(const memory * m, bool v_trans, uint32_t n_seq_max, llama_seq_id seq, part_set which,
-                        const std::vector<state_piece> & pieces, std::vector<state_block> & blocks, fault & found,
-                        part_set known) noexcept {
-    return guarded<state_fault>(STATE_UNKNOWN, [&] {
+fault state_check(const memory * m, bool v_trans, uint32_t n_seq_max, llama_seq_id seq, part_set which,
+                  const std::vector<state_piece> & pieces, std::vector<state_block> & blocks, part_set known) noexcept {
+    return guarded<fault>({STATE_UNKNOWN}, [&]() -> fault {
         try {
             walk one{m, v_trans, n_seq_max, seq, cursor(pieces), blocks};
             one.known = known;
             one.all(which);
-        } catch (const fault & one) {
-            found = one;
-            return found.kind;
+        } catch (const fault & found) {
+            return found;
         }
-        return STATE_FITS;
+        return {};
     });
 }
 

@@ -99,9 +99,8 @@ std::vector<state_rows> state_rows_of(const memory * m, bool v_trans, memory_par
 
 // Check the bytes without touching the memory; `seq` is -1 for a whole context's state. `which`: parts in the state.
 // `known`: parts whose values were checked before.
-state_fault state_check(const memory * m, bool v_trans, uint32_t n_seq_max, llama_seq_id seq, part_set which,
-                        const std::vector<state_piece> & pieces, std::vector<state_block> & blocks, fault & found,
-                        part_set known) noexcept;
+fault state_check(const memory * m, bool v_trans, uint32_t n_seq_max, llama_seq_id seq, part_set which,
+                  const std::vector<state_piece> & pieces, std::vector<state_block> & blocks, part_set known) noexcept;
 
 // A state to be written; valid until the memory changes.
 class seq_state {

@@ -190,27 +190,25 @@ cdef class State(Arrays):
     cdef int check(
             self, Pieces pieces, int32_t seq, lib.part_set which, vector[lib.state_block]& blocks,
             lib.part_set known=lib.NO_PARTS) except -1:
-        cdef lib.state_fault fault
         cdef lib.fault found
         cdef bint v_trans = self.v_trans()
         with nogil:
-            fault = lib.state_check(
-                self.mem, v_trans, self.n_seq_max, seq, which, pieces.pieces, blocks, found, known)
-        if fault == lib.STATE_UNKNOWN:
-            raise _caught_error("check_state")
-        if fault == lib.STATE_POSITION:
-            raise self.too_far(found.value, "the state")
-        if fault == lib.STATE_FITS:
+            found = lib.state_check(self.mem, v_trans, self.n_seq_max, seq, which, pieces.pieces, blocks, known)
+        if found.kind == lib.STATE_FITS:
             return 0
+        if found.kind == lib.STATE_UNKNOWN:
+            raise _caught_error("check_state")
+        if found.kind == lib.STATE_POSITION:
+            raise self.too_far(found.value, "the state")
         why = _text(found.why)
-        if fault == lib.STATE_NO_ROOM and _text(found.what) == "position":
+        if found.kind == lib.STATE_NO_ROOM and _text(found.what) == "position":
             raise NoKvCacheSlot(f"the state {why}", 1, n_cells=found.limit)
-        if fault == lib.STATE_NO_ROOM:
+        if found.kind == lib.STATE_NO_ROOM:
             raise NoKvCacheSlot(f"the state {why}", n_tokens=found.value, n_cells=found.limit)
-        if fault == lib.STATE_TRUNCATED:
+        if found.kind == lib.STATE_TRUNCATED:
             found.value = pieces.size
-        how = " does not fit this context:" if fault == lib.STATE_MISMATCH else ""
-        raise _FAULTS[fault](
+        how = " does not fit this context:" if found.kind == lib.STATE_MISMATCH else ""
+        raise _FAULTS[found.kind](
             f"the state{how} {why}",
             what=_text(found.what) or None,
             value=found.value if found.counted else None,

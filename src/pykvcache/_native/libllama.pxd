@@ -124,10 +124,6 @@ cdef extern from "llama.h" nogil:
     int llama_vocab_type(const llama_vocab*)
     int32_t llama_vocab_n_tokens(const llama_vocab*)
     const char* llama_vocab_get_text(const llama_vocab*, llama_token)
-    int32_t llama_model_meta_count(const llama_model*) except +
-    int32_t llama_model_meta_key_by_index(const llama_model*, int32_t i, char* buf, size_t size) except +
-    int32_t llama_model_meta_val_str_by_index(const llama_model*, int32_t i, char* buf, size_t size) except +
-    int32_t llama_model_desc(const llama_model*, char* buf, size_t size) except +
     uint64_t llama_model_size(const llama_model*)
     const char* llama_model_chat_template(const llama_model*, const char* name) except +
     uint64_t llama_model_n_params(const llama_model*)

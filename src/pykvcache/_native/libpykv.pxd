@@ -226,6 +226,8 @@ cdef extern from "probe.h" namespace "pykv" nogil:
         pass
 
     model_facts look_at_model(const llama_model*) except +
+    string description_of(const llama_model*) except +
+    vector[string] metadata_of(const llama_model*) except +
     bool heads_divisible(const llama_model*, ggml_type, bool keys)
     const memory_traits& traits_of(const memory*)
     vector[string] buffer_types(const memory*) except +

@@ -14,7 +14,6 @@ cdef class Adapter:
         cdef const char* c_path = path
         cdef string problem
         cdef vector[string] texts
-        cdef size_t i
         self.generation = _generation
         self.model_ref = model.share()
         self.lock = model.adapters
@@ -31,7 +30,7 @@ cdef class Adapter:
         if self.it == NULL:
             raise ModelLoadError.of(os.fsdecode(path), _text(problem) or why)
         _check(lib.adapter_metadata(self.it, texts), "load_adapter")
-        self.metadata = {_text(texts[i]): _text(texts[i + 1]) for i in range(0, texts.size(), 2)}
+        self.metadata = _pairs(texts)
         self.invocation = tuple(lib.adapter_invocation(self.it))
 
     def __dealloc__(self):
@@ -46,7 +45,6 @@ def control_vector(bytes path not None, int32_t n_layer, int32_t n_embd):
     cdef vector[float] values
     cdef string problem
     cdef int32_t code
-    cdef size_t i
     with nogil:
         code = lib.control_load(c_path, n_layer, n_embd, values, problem)
     _drain_log()

@@ -142,32 +142,11 @@ cdef class Model:
         self.cell_sizes = self.facts.k_per_cell, self.facts.v_per_cell
         self.state_values = self.facts.state_values
         self.devices = tuple(_texts(lib.devices_of(m)))
-        self.description = self.read_text(-1, 0)
-        self.metadata = {
-            self.read_text(0, i): self.read_text(1, i)
-            for i in range(lib.llama_model_meta_count(m))}
+        self.description = _text(lib.description_of(m))
+        self.metadata = _pairs(lib.metadata_of(m))
         template = lib.llama_model_chat_template(m, NULL)
         self.chat_template = None if template == NULL else template.decode("utf-8", "replace")
         return 0
-
-    cdef str read_text(self, int what, int i):
-        """Read a description (-1), metadata key (0) or value (1) of any length."""
-        cdef const lib.llama_model* m = self.ref.get()
-        cdef vector[char] buffer
-        cdef int32_t n
-        buffer.resize(256)
-        while True:
-            if what < 0:
-                n = lib.llama_model_desc(m, buffer.data(), buffer.size())
-            elif what == 0:
-                n = lib.llama_model_meta_key_by_index(m, i, buffer.data(), buffer.size())
-            else:
-                n = lib.llama_model_meta_val_str_by_index(m, i, buffer.data(), buffer.size())
-            if n < 0:
-                return ""
-            if <size_t>n < buffer.size():
-                return buffer.data()[:n].decode("utf-8", "replace")
-            buffer.resize(<size_t>n + 1)
 
     cdef shared_ptr[lib.llama_model] share(self) except *:
         self.check_open()

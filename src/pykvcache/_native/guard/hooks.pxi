@@ -20,6 +20,12 @@ cdef list _texts(const vector[string]& texts):
     return found
 
 
+cdef dict _pairs(const vector[string]& texts):
+    """Return a dict of alternating keys and values."""
+    found = _texts(texts)
+    return dict(zip(found[::2], found[1::2]))
+
+
 # Before any of ggml's CPU code runs.
 cdef bytes _cpu_wanted = os.environ.get("PYKVCACHE_CPU", "").encode("utf-8", "surrogateescape")
 cdef str _cpu_refusal = _text(lib.choose_cpu(_cpu_wanted))

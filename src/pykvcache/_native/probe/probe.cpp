@@ -207,6 +207,17 @@ model_facts look_at_model(const llama_model * model) {
     return facts;
 }
 
+std::string description_of(const llama_model * model) { return model->desc(); }
+
+std::vector<std::string> metadata_of(const llama_model * model) {
+    std::vector<std::string> texts;
+    for (const auto & [key, value] : model->gguf_kv) {
+        texts.push_back(key);
+        texts.push_back(value);
+    }
+    return texts;
+}
+
 bool heads_divisible(const llama_model * model, ggml_type type, bool keys) {
     const auto & hparams = model->hparams;
     const bool known = type >= 0 && type < GGML_TYPE_COUNT;

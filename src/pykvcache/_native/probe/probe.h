@@ -82,6 +82,9 @@ struct memory_facts {
 enum memory_part : int { PART_ATTENTION, PART_WINDOW, PART_RECURRENT, PART_INDEX };
 
 model_facts look_at_model(const llama_model * model);
+std::string description_of(const llama_model * model);
+// Metadata of the file as alternating keys and values.
+std::vector<std::string> metadata_of(const llama_model * model);
 // Whether every cached head size is a multiple of this type's block size.
 bool heads_divisible(const llama_model * model, ggml_type type, bool keys);
 

@@ -17,7 +17,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from support.forks import run_forked
-from support.models import MODELS, _add_key
+from support.models import MODELS, _add_key, finish
 
 pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
 
@@ -84,10 +84,7 @@ def quantized(path: Path, kind: Kind, model: str = NAME, **sizes: int) -> Path:
             writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import gguf
 import numpy as np
@@ -16,6 +16,7 @@ import pytest
 from gguf import TokenType
 
 from pykvcache import LlamaModel
+from support.models import finish
 from support.sanitizer import SANITIZED
 from support.vocab import Vocab
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     from pykvcache import LlamaContext
-
-Change = Callable[[str, Any], Any]
 
 
 def words(n: int, seed: int = 0) -> NDArray[np.int32]:
@@ -62,34 +61,6 @@ def lengths(ctx: LlamaContext) -> dict[int, int]:
     return {seq: end for seq, end in ends.items() if end}
 
 
-def with_keys(
-    source: Path,
-    target: Path,
-    values: Mapping[str, str | int],
-    change: Change = lambda name, data: data,
-) -> Path:
-    reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
-    for field in reader.fields.values():
-        if field.name.startswith("GGUF.") or field.name in ("general.architecture", *values):
-            continue
-        kind = field.types[0]
-        inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(field.name, field.contents(), kind, inner)
-    for key, value in values.items():
-        if isinstance(value, str):
-            writer.add_string(key, value)
-        else:
-            writer.add_uint32(key, value)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, change(tensor.name, tensor.data.copy()))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return target
-
-
 def write_vocab(
     vocab: Vocab, path: Path, name: str | None = None, charsmap: bytes | None = None
 ) -> Path:
@@ -100,10 +71,7 @@ def write_vocab(
         writer.add_name(name)
     if charsmap is not None:
         writer.add_precompiled_charsmap(charsmap)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

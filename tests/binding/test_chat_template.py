@@ -20,13 +20,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from binding.kit import with_keys
 from pykvcache import LlamaModel
 from pykvcache.errors import ArgumentError, ChatTemplateError
 from support.chat_formats import needs_templates, source
 from support.children import child
 from support.conversations import CONVERSATIONS, NOW, TOKENS, Conversation
-from support.models import make_model
+from support.models import make_model, with_keys
 
 pytest.importorskip("jinja2")
 

@@ -12,10 +12,9 @@ import pytest
 from binding.test_hostile import CALLS, SEED, run
 from pykvcache import LlamaContext, LlamaModel
 from pykvcache.errors import ContextCreateError, ModelLoadError
-from support.breaking import make_breaking
 from support.children import assert_quiet, child
 from support.models import MODELS, make_model, write_gguf
-from support.odd_models import stored
+from support.odd_models import make_breaking, stored
 from test_quantized_weights import quantized
 
 NAMES = ["llama", "gemma3", "jamba", "t5"]

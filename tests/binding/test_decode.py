@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from binding.kit import differ, lengths, with_keys, words
+from binding.kit import differ, lengths, words
 from pykvcache import LlamaBatch, LlamaContext, LlamaModel, Sampler
 from pykvcache.errors import (
     InvalidBatch,
@@ -17,7 +17,7 @@ from pykvcache.errors import (
     PositionError,
     UnsupportedOperation,
 )
-from support.models import EXACT, RIGHT, make_model
+from support.models import EXACT, RIGHT, make_model, with_keys
 
 
 @pytest.mark.hazard("D27")

@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 
-from binding.kit import with_keys, words
+from binding.kit import words
 from devices.rpc_kit import has_rpc
 from pykvcache import KvCacheError, LlamaContext, LlamaModel, devices
 from pykvcache._devices import takes_layers
@@ -21,7 +21,7 @@ from pykvcache.introspection import BufferBytes
 from support import vocab
 from support.blueprint import Sizes
 from support.children import child
-from support.models import EXACT, MODELS, make_model, write_gguf
+from support.models import EXACT, MODELS, make_model, with_keys, write_gguf
 from support.odd_models import cogvlm, gpt2
 
 LLAMA_METADATA = {

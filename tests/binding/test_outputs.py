@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 
-from binding.kit import differ, with_keys, words
+from binding.kit import differ, words
 from pykvcache import BatchGenerator, LlamaBatch, LlamaContext, LlamaModel, LlamaSequence, Sampler
 from pykvcache._native import lib
 from pykvcache.errors import (
@@ -24,7 +24,7 @@ from pykvcache.errors import (
 )
 from pykvcache.introspection import PerfData
 from pykvcache.kv import LayerState
-from support.models import RIGHT, make_model
+from support.models import RIGHT, make_model, with_keys
 
 
 def test_logits_are_indexed_by_the_batch_and_from_the_end_of_those_asked(make_context: Any) -> None:

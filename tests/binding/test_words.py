@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from binding.kit import assert_linear, with_keys
+from binding.kit import assert_linear
 from pykvcache import LlamaModel
 from pykvcache._native import lib
 from support import pretokenizers
-from support.models import make_model
+from support.models import make_model, with_keys
 
 PATTERNS = pretokenizers.patterns()
 TEXTS = min(1000, int(os.environ.get("PYKVCACHE_FUZZ_CALLS", 1000)) // 20)

@@ -34,8 +34,8 @@ from pykvcache.cli import main
 from pykvcache.cli.chat import Chat
 from pykvcache.cli.conversation import FORMAT, Conversation, TurnFigures
 from pykvcache.errors import StateError, UnsupportedOperation
-from support.breaking import make_breaking
 from support.models import EXACT, make_model
+from support.odd_models import make_breaking
 
 GREEDY = Sampler(temperature=0)
 Logits = NDArray[np.float32]

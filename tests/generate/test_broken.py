@@ -9,7 +9,7 @@ import pytest
 from memory.kit import apart, words
 from pykvcache import BatchGenerator, LlamaContext, LlamaModel, LlamaSequence
 from pykvcache.errors import InternalError
-from support.breaking import make_breaking
+from support.odd_models import make_breaking
 
 pytestmark = pytest.mark.not_on_a_device(reason="there the server fails, and is lost")
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from binding.kit import with_keys
 from memory.kit import Load, Make
 from pykvcache import LlamaContext, LlamaModel, SequenceState, describe_state
 from pykvcache.errors import (
@@ -22,7 +21,7 @@ from pykvcache.errors import (
     UnsupportedOperation,
 )
 from state.kit import WORDS, refused
-from support.models import make_model
+from support.models import make_model, with_keys
 from test_quantized_weights import quantized
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .blueprint import Blueprint, Tensor
-from .models import MODELS, write_gguf
+from .models import MODELS, finish, write_gguf
 
 Floats = NDArray[np.float32]
 
@@ -84,10 +84,7 @@ def write_adapter(
     for tensor, (a, b) in pairs(name, seed, rank=rank).items():
         writer.add_tensor(f"{tensor}.lora_a", a.astype(dtype))
         writer.add_tensor(f"{tensor}.lora_b", b.astype(dtype))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -117,8 +114,5 @@ def write_control(path: Path, values: Floats) -> Path:
     for layer, direction in enumerate(values):
         if layer:
             writer.add_tensor(f"direction.{layer}", direction)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import gguf
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from . import attention_models, pooled_models, recurrent_models, sparse_models, vocab
 from .blueprint import Blueprint, Key, Sizes
@@ -315,10 +316,41 @@ def write_gguf(
     words.write(writer)
     for name, tensor in plan.tensors.items():
         writer.add_tensor(name, tensor.values(name, seed))
+    finish(writer)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write a GGUF file to its path."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def with_keys(
+    source: Path,
+    target: Path,
+    values: Mapping[str, str | int],
+    change: Callable[[str, Any], Any] = lambda name, data: data,
+    more: Mapping[str, NDArray[Any]] = MappingProxyType({}),
+) -> Path:
+    """Copy a model with other metadata, changed weights, or more tensors."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for entry in reader.fields.values():
+        if entry.name.startswith("GGUF.") or entry.name in ("general.architecture", *values):
+            continue
+        kind = entry.types[0]
+        inner = entry.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(entry.name, entry.contents(), kind, inner)
+    for key, value in values.items():
+        _add_key(writer, key, value)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, change(tensor.name, tensor.data.copy()))
+    for name, data in more.items():
+        writer.add_tensor(name, data)
+    finish(writer)
+    return target
 
 
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

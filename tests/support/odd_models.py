@@ -1,8 +1,10 @@
-"""Small models of architectures with one peculiarity each; no tests of caches run on them."""
+"""Small models with one peculiarity each; no tests of caches run on them."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ from numpy.typing import NDArray
 
 from .blueprint import Blueprint, Sizes, Tensor, bias, matrix, norm, table
 from .layers import base, blocks, ends, feed_forward, rope
+from .models import MODELS, with_keys, write_gguf
 
 
 def cogvlm(sizes: Sizes, n_vocab: int) -> Blueprint:
@@ -70,3 +73,21 @@ def stored(plan: Blueprint, name: str, dtype: type[np.generic]) -> Blueprint:
     weight = plan.tensors[name]
     plan.tensors[name] = Stored(weight.shape, weight.scale, weight.shift, weight.fill, dtype)
     return plan
+
+
+def make_breaking(folder: Path, tokens: Collection[int] | None = None) -> Path:
+    """Write a model whose decode fails an assertion inside of llama.cpp.
+
+    For these tokens, or for all, its table names experts that do not exist.
+    """
+    info = MODELS["deepseek4"]
+    words = info.vocab()
+    plan = info.plan(info.sizes, len(words))
+    plan.keys[".hash_layer_count"] = 1
+    del plan.tensors["blk.0.exp_probs_b.bias"]
+    draft = folder / "draft.gguf"
+    write_gguf(draft, plan, words, 0)
+    experts = np.tile(np.arange(2, dtype=np.int32), (len(words), 1))
+    experts[slice(None) if tokens is None else list(tokens)] = 77
+    more = {"blk.0.ffn_gate_tid2eid.weight": experts}
+    return with_keys(draft, folder / "experts.gguf", {}, more=more)

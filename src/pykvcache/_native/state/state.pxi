@@ -193,7 +193,8 @@ cdef class State(Arrays):
         cdef lib.fault found
         cdef bint v_trans = self.v_trans()
         with nogil:
-            found = lib.state_check(self.mem, v_trans, self.n_seq_max, seq, which, pieces.pieces, blocks, known)
+            found = lib.state_check(
+                self.mem, v_trans, self.n_seq_max, seq, which, pieces.pieces, blocks, known)
         if found.kind == lib.STATE_FITS:
             return 0
         if found.kind == lib.STATE_UNKNOWN:

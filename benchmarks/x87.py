@@ -1,4 +1,4 @@
-"""Cost of values left in x87 registers for a decode: the reason for `rest_x87` in `_native/guard/system.h`.
+"""Cost of values left in x87 registers for a decode: the reason for `rest_x87` in `guard/system.h`.
 
     python -m benchmarks.x87 [--rounds 60]
 

@@ -242,9 +242,6 @@ cdef extern from "probe.h" namespace "pykv" nogil:
         llama_pos lo, hi
         size_t n
     extent extent_of(const memory*, llama_seq_id)
-    enum removal:
-        REMOVE_WHOLE
-        REMOVE_REFUSED
     llama_pos first_kept(const memory*, llama_seq_id)
     bool holds(const memory*, llama_seq_id, llama_pos p0, llama_pos p1)
     llama_pos last_before(const memory*, llama_seq_id, llama_pos p)
@@ -440,6 +437,7 @@ cdef extern from "blocks.h" namespace "pykv" nogil:
 cdef extern from "sequences.h" namespace "pykv" nogil:
     const int32_t NOTHING_DONE
     const int32_t REFUSED
+    const int32_t UNEXPECTED
     cdef cppclass sequence_facts:
         bool open(llama_context*, adapter_lock*)
         int32_t adapt(adapter_set&, adapter_set& before)
@@ -452,7 +450,7 @@ cdef extern from "sequences.h" namespace "pykv" nogil:
         llama_pos next_pos(llama_seq_id)
         uint64_t input_key(llama_seq_id)
         bool can_resume_at(llama_seq_id, llama_pos p0)
-        removal removal_of(llama_seq_id, llama_pos p0, llama_pos p1)
+        bool can_remove(llama_seq_id, llama_pos p0, llama_pos p1)
         uint64_t name_version(llama_seq_id) except +
         bool is_version(llama_seq_id, uint64_t id)
         bool row_is_held(size_t row)
@@ -463,7 +461,7 @@ cdef extern from "sequences.h" namespace "pykv" nogil:
         void forget_rows()
         void begin()
         int32_t clear(bool data)
-        int32_t remove(llama_seq_id, removal what, llama_pos p0, llama_pos p1)
+        int32_t remove(llama_seq_id, llama_pos p0, llama_pos p1)
         int32_t keep(llama_seq_id)
         int32_t rewind(llama_seq_id, llama_pos last)
         int32_t copy(llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1)

@@ -86,8 +86,6 @@ cdef class Adapted(Decoding):
             if one.model_ref.get() != self.model_ref.get():
                 raise ArgumentError("an adapter belongs to another model, or to one loaded again", "adapters")
             if one.invocation:
-                if invocation:
-                    raise ArgumentError("two adapters are activated by tokens", "adapters")
                 wanted.activated = <int64_t>wanted.loras.size()
                 invocation = one.invocation
             wanted.loras.push_back(one.it)

@@ -179,7 +179,6 @@ cdef class Cells(Memory):
         """Remove ``[p0, p1)`` and close the gap; all or nothing."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max), a = 0, b = 0
         cdef int32_t from_pos, to = INT32_MAX
-        cdef lib.removal what
         cdef bint follows
         _range(p0, p1, &a, &b)
         from_pos = b
@@ -188,9 +187,8 @@ cdef class Cells(Memory):
         self.need_memory("remove")
         if a >= b:
             return
-        what = self.seqs.removal_of(seq, a, b)
         follows = b != INT32_MAX and lib.holds(self.mem, seq, b, INT32_MAX)
-        if what == lib.REMOVE_REFUSED:
+        if not self.seqs.can_remove(seq, a, b):
             raise UnsupportedOperation(
                 "remove", f"{self.memory_kind} memory cannot give up [{a}, {b}) of sequence {seq}: "
                 "remove all of it and decode again", "memory")
@@ -199,6 +197,6 @@ cdef class Cells(Memory):
                 raise UnsupportedOperation(
                     "remove", f"{self.memory_kind} memory moves whole sequences only", "memory")
             self.check_move("remove", seq, &from_pos, &to)
-        self.remove_from(seq, what, a, b)
+        self.raise_refused(self.seqs.remove(seq, a, b), seq, "seq_rm")
         if follows:
             self.raise_caught(self.seqs.shift(seq, b, INT32_MAX, a - b), "seq_add")

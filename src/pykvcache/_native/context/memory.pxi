@@ -80,19 +80,15 @@ cdef class Memory(Handle):
             self.broken = False
         self.raise_caught(code, "clear")
 
-    cdef int remove_from(self, int32_t seq, lib.removal what, int32_t p0, int32_t p1) except -1:
-        return self.raise_refused(self.seqs.remove(seq, what, p0, p1), seq, "seq_rm")
-
     cdef int raise_refused(self, int32_t code, int32_t seq, str where) except -1:
-        if code == lib.REFUSED:
+        if code == lib.UNEXPECTED:
             raise InternalError(f"llama.cpp refused a removal in {where} of sequence {seq}")
         return self.raise_caught(code, where)
 
     def seq_rm(self, seq_id, p0, p1):
         """Remove ``[p0, p1)``; return False and change nothing if the memory cannot."""
         cdef int32_t s, seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
-        cdef int32_t a = 0, b = 0
-        cdef lib.removal what
+        cdef int32_t a = 0, b = 0, code
         _range(p0, p1, &a, &b)
         if a == 0 and b == INT32_MAX and not self.closed and lib.lost_link(self.links) != NULL:
             return True  # its cells are lost with the server, and closing a sequence must not raise
@@ -102,16 +98,14 @@ cdef class Memory(Handle):
         if a >= b:
             return True
         if seq >= 0:
-            what = self.seqs.removal_of(seq, a, b)
-            if what == lib.REMOVE_REFUSED:
-                return False
-            self.remove_from(seq, what, a, b)
-            return True
+            code = self.seqs.remove(seq, a, b)
+            self.raise_refused(code, seq, "seq_rm")
+            return code != lib.REFUSED
         for s in range(self.n_seq_max):
-            if self.seqs.removal_of(s, a, b) == lib.REMOVE_REFUSED:
+            if not self.seqs.can_remove(s, a, b):
                 return False
         for s in range(self.n_seq_max):
-            self.remove_from(s, self.seqs.removal_of(s, a, b), a, b)
+            self.raise_refused(self.seqs.remove(s, a, b), s, "seq_rm")
         return True
 
     def seq_keep(self, seq_id):
@@ -138,7 +132,7 @@ cdef class Memory(Handle):
             return
         held = lib.extent_of(self.mem, s)
         if a >= b or not self.selects(s, a, b, held):
-            self.remove_from(d, self.seqs.removal_of(d, 0, INT32_MAX), 0, INT32_MAX)
+            self.raise_refused(self.seqs.remove(d, 0, INT32_MAX), d, "seq_rm")
             return
         whole = a <= held.lo and b > held.hi
         if not whole:

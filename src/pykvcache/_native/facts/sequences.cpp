@@ -174,7 +174,12 @@ int32_t sequence_facts::adapt(adapter_set & set, adapter_set & before) noexcept 
     return code;
 }
 
-int32_t sequence_facts::remove(llama_seq_id seq, removal what, llama_pos p0, llama_pos p1) noexcept {
+int32_t sequence_facts::remove(llama_seq_id seq, llama_pos p0, llama_pos p1) noexcept {
+    const removal what = kind_of(seq, p0, p1);
+    return what == REMOVE_REFUSED ? REFUSED : remove_as(what, seq, p0, p1);
+}
+
+int32_t sequence_facts::remove_as(removal what, llama_seq_id seq, llama_pos p0, llama_pos p1) noexcept {
     if (what == REMOVE_NOTHING) {
         return 0;
     }
@@ -186,7 +191,7 @@ int32_t sequence_facts::remove(llama_seq_id seq, removal what, llama_pos p0, lla
     if (what == REMOVE_STEPS) {
         changed(seq, p0);
         const int32_t done = step_back({}, mem, seq, p0);
-        return done == 0 ? REFUSED : done == CAUGHT ? CAUGHT : 0;
+        return done == 0 ? UNEXPECTED : done == CAUGHT ? CAUGHT : 0;
     }
     if (what == REMOVE_WHOLE) {
         p0 = 0;
@@ -195,7 +200,7 @@ int32_t sequence_facts::remove(llama_seq_id seq, removal what, llama_pos p0, lla
     removed(seq, p0);
     const int32_t code = remove_cells({}, mem, seq, p0, p1);
     if (code == 0) {
-        return REFUSED;
+        return UNEXPECTED;
     }
     if (code != CAUGHT && what == REMOVE_WHOLE) {
         damaged.reset(size_t(seq));
@@ -206,7 +211,7 @@ int32_t sequence_facts::remove(llama_seq_id seq, removal what, llama_pos p0, lla
 int32_t sequence_facts::keep(llama_seq_id seq) noexcept {
     // llama_memory_seq_keep handles one stream only.
     for (llama_seq_id s = 0; s < n_seq_max; ++s) {
-        const int32_t code = s != seq ? remove(s, removal_of(s, 0, END), 0, END) : 0;
+        const int32_t code = s != seq ? remove(s, 0, END) : 0;
         if (code != 0) {
             return code;
         }
@@ -215,7 +220,7 @@ int32_t sequence_facts::keep(llama_seq_id seq) noexcept {
 }
 
 int32_t sequence_facts::rewind(llama_seq_id seq, llama_pos last) noexcept {
-    const int32_t code = holds(mem, seq, last + 1, END) ? remove(seq, REMOVE_PART, last + 1, END) : 0;
+    const int32_t code = holds(mem, seq, last + 1, END) ? remove_as(REMOVE_PART, seq, last + 1, END) : 0;
     if (code == 0) {
         damaged.reset(size_t(seq));
     }
@@ -225,7 +230,7 @@ int32_t sequence_facts::rewind(llama_seq_id seq, llama_pos last) noexcept {
 int32_t sequence_facts::copy(llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) noexcept {
     const bool begins = p0 <= extent_of(mem, src).lo;
     // llama_memory_seq_cp merges into a unified destination; a copy replaces.
-    int32_t code = copies_replace(mem) ? 0 : remove(dst, removal_of(dst, 0, END), 0, END);
+    int32_t code = copies_replace(mem) ? 0 : remove(dst, 0, END);
     if (code == 0) {
         copied(src, dst, begins ? p1 : 0);
         code = copy_cells({}, mem, src, dst, p0, p1);

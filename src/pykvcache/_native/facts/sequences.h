@@ -19,7 +19,8 @@
 namespace pykv {
 
 constexpr int32_t NOTHING_DONE = INT32_MIN + 1;  // out of memory before anything changed; see caught()
-constexpr int32_t REFUSED = 1;
+constexpr int32_t REFUSED = 1;     // the memory cannot do it; nothing changed
+constexpr int32_t UNEXPECTED = 2;  // llama.cpp refused a removal that the memory can do
 
 // The caller holds the context's lock and has checked ids and ranges. Unless stated otherwise, a verb returns 0 or
 // CAUGHT.
@@ -54,9 +55,8 @@ class sequence_facts {
     bool can_resume_at(llama_seq_id seq, llama_pos p0) const {
         return !needs_removal(seq) && can_step_back(mem, seq, p0);
     }
-    removal removal_of(llama_seq_id seq, llama_pos p0, llama_pos p1) const {
-        const removal what = pykv::removal_of(mem, seq, p0, p1, traits.whole_only || needs_removal(seq));
-        return what == REMOVE_REFUSED && can_resume_at(seq, p0) && p1 >= next_pos(seq) ? REMOVE_STEPS : what;
+    bool can_remove(llama_seq_id seq, llama_pos p0, llama_pos p1) const {
+        return kind_of(seq, p0, p1) != REMOVE_REFUSED;
     }
 
     // Returns a prefix version of a sequence, valid while is_version() is true. May throw.
@@ -80,8 +80,8 @@ class sequence_facts {
     // A call that may change cells begins: all views become stale.
     void begin() noexcept { ++changes; }
     int32_t clear(bool data) noexcept;
-    // `what` is removal_of() the same range. REFUSED if llama.cpp refuses anyway.
-    int32_t remove(llama_seq_id seq, removal what, llama_pos p0, llama_pos p1) noexcept;
+    // Remove the positions [p0, p1). REFUSED if the memory cannot.
+    int32_t remove(llama_seq_id seq, llama_pos p0, llama_pos p1) noexcept;
     // Remove every other sequence, in every stream and part.
     int32_t keep(llama_seq_id seq) noexcept;
     // Remove the positions after `last`. The window must still hold what the next token sees.
@@ -127,6 +127,11 @@ class sequence_facts {
     void decoded(const llama_batch & batch) noexcept;
     void failed(const llama_batch & batch, int32_t code, const int32_t * states_before) noexcept;
 
+    removal kind_of(llama_seq_id seq, llama_pos p0, llama_pos p1) const {
+        const removal what = removal_of(mem, seq, p0, p1, traits.whole_only || needs_removal(seq));
+        return what == REMOVE_REFUSED && can_resume_at(seq, p0) && p1 >= next_pos(seq) ? REMOVE_STEPS : what;
+    }
+    int32_t remove_as(removal what, llama_seq_id seq, llama_pos p0, llama_pos p1) noexcept;
     int32_t read(llama_seq_id seq, const std::vector<state_piece> & pieces) noexcept;
     void    note_first_tokens(const llama_batch & batch) noexcept;
     void    roll_back_coupled(const llama_batch & batch) noexcept;

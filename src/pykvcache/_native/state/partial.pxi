@@ -91,7 +91,7 @@ cdef class Partials(Blocks):
                 f"sequence {seq} was changed at or below position {state.pos} since the partial "
                 "state was taken: get_state() takes all that set_state() needs", seq, state.pos)
         if state.pos < 0:
-            self.remove_from(seq, lib.REMOVE_WHOLE, 0, INT32_MAX)
+            self.raise_refused(self.seqs.remove(seq, 0, INT32_MAX), seq, "seq_rm")
         elif (self.traits.kind == lib.MEMORY_SLIDING_WINDOW
                 and lib.window_intact(self.mem, seq, state.pos + 1)):
             # All cells that the next token sees are still there: a rewind is cheaper than a copy.

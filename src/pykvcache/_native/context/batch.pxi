@@ -106,10 +106,7 @@ cdef class Batch(Outputs):
             limit = self.n_ubatch
         if (not self.causal or self.traits.kind == lib.MEMORY_NONE
                 or (self.embeddings and self.pooling_type != 0)):
-            if n > self.n_ubatch:
-                raise InvalidBatch(
-                    f"{n} tokens must be computed at once, and n_ubatch is {self.n_ubatch}: "
-                    "create the context with a larger n_batch and n_ubatch", value=n, limit=self.n_ubatch)
+            self.need_one_step("computed")
             self.check_equal_lengths()
             if self.part_size(0, n) < n:
                 raise InvalidBatch(
@@ -117,6 +114,14 @@ cdef class Batch(Outputs):
                     "must be decoded one at a time on a sliding window")
             limit = self.n_ubatch
         return <int32_t>limit
+
+    cdef int need_one_step(self, str what) except -1:
+        if self.n_tokens > self.n_ubatch:
+            raise InvalidBatch(
+                f"{self.n_tokens} tokens must be {what} at once, and n_ubatch is {self.n_ubatch}: "
+                "create the context with a larger n_batch and n_ubatch",
+                value=self.n_tokens, limit=self.n_ubatch)
+        return 0
 
     cdef int check_equal_lengths(self) except -1:
         """Refuse sequences of unequal length where llama.cpp would split them but must not."""

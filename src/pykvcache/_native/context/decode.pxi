@@ -162,10 +162,7 @@ cdef class Decoding(Batch):
             raise UnsupportedOperation("encode", "the model has no encoder: use decode()")
         self.load_rows(rows, True)
         n = self.n_tokens
-        if n > self.n_ubatch:
-            raise InvalidBatch(
-                f"{n} tokens must be encoded at once, and n_ubatch is {self.n_ubatch}: "
-                "create the context with a larger n_batch and n_ubatch", value=n, limit=self.n_ubatch)
+        self.need_one_step("encoded")
         self.forget_outputs("the last encode failed")
         batch = self.part(0, <int32_t>n)
         self.begin_work()

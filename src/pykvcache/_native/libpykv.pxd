@@ -409,8 +409,6 @@ cdef extern from "state_pieces.h" namespace "pykv" nogil:
     void read_cells(const uint8_t* at, uint32_t n, bool extended, int32_t* positions, int32_t* ext,
                     int32_t* offsets, llama_seq_id* ids)
 
-
-cdef extern from "blocks.h" namespace "pykv" nogil:
     cdef cppclass block_layout:
         size_t cell_bytes
 

@@ -51,7 +51,7 @@ int32_t zero_free_states(edit_key, memory * m) noexcept;
 void    forget_free_states(edit_key, memory * m) noexcept;
 // Repair each stream's search position: after a failed decode it may be that of another stream.
 void    settle_searches(edit_key, memory * m) noexcept;
-// Roll a sequence back to before position p0 by an earlier state (rollback.h); 0: refused.
+// Roll a sequence back to before position p0 by an earlier state (rollback.cpp); 0: refused.
 int32_t step_back(edit_key, memory * m, llama_seq_id seq, llama_pos p0) noexcept;
 // Record which earlier states are valid after a decode; `before`: cells of all sequences' states before it.
 void    note_earlier(edit_key, const llama_context * ctx, memory * m, const llama_batch & batch, const int32_t * before) noexcept;

@@ -24,8 +24,8 @@ void install_hooks();
 
 // What this thread's last guarded call caught.
 struct failure {
-    std::string text;               // message of the exception, or ""
-    std::string endpoint;           // server that was lost during the call, or ""
+    std::string text = {};          // message of the exception, or ""
+    std::string endpoint = {};      // server that was lost during the call, or ""
     bool        no_memory = false;  // whether it was std::bad_alloc
 };
 const failure & caught() noexcept;

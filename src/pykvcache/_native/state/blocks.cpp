@@ -9,13 +9,13 @@
 #include <unistd.h>
 #endif
 
-#include "blocks.h"
 #include "guarded.h"
 #include "probe_kv.h"
 #include "probe_memory.h"
-#include "values.h"
+#include "state_pieces.h"
 #include "team.h"
 #include "transfers.h"
+#include "values.h"
 
 namespace pykv {
 

@@ -221,7 +221,7 @@ class CacheCore:
             seq_id, points = cells.ledger.seq_id, cells.points
             windows = [*points.covered(), *memory.windows(seq_id)]
             offer.windows = [(first, min(last, n)) for first, last in windows if first < n]
-            offer.states = {one.n: EndState(one.state) for one in points.states if one.n <= n}
+            offer.states = {at: EndState(one) for at, one in points.states.items() if at <= n}
             is_missing = n not in offer.states and not match.end_at(n).has_state
             if memory.shape.needs_state and is_missing and n == cells.n_held:
                 offer.states[n] = EndState(memory.read_state(seq_id))

@@ -115,7 +115,7 @@ class CachedSequence(LlamaSequence):
         cells, n = self._cells, self._request.report.n_tokens
         if row is not None and self._core.keep_logits and n == len(self):
             cells.points.row = n, row.copy()
-            if cells.points.state_at(n) is None:
+            if n not in cells.points.states:
                 cells.checkpoint()  # a single new token takes none by itself
 
     def close(self, *, keep: SupportsIndex | None = None) -> None:

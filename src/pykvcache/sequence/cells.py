@@ -267,7 +267,7 @@ class SequenceCells:
         return deepest(
             n,
             self._windows(),
-            [point.n for point in self.points.states],
+            self.points.states,
             window_start=self._native.window_needed if self._has_window else None,
             needs_state=self._has_state,
         )
@@ -284,7 +284,7 @@ class SequenceCells:
             attention.append((cells, n, n))
         first = native.window_needed(n)
         window = self.window_cells(first, n) if self._has_window else None
-        state = self.points.state_at(n)
+        state = self.points.states.get(n)
         native.set_blocks(seq_id, attention, window, first, state, known_values=True)
 
     def window_cells(self, begin: int, end: int) -> list[tuple[npt.NDArray[np.uint8], int, int]]:
@@ -299,7 +299,8 @@ class SequenceCells:
         """
         found, native = [], self._native
         layout = native.block_layout("window")
-        for chunk in [*self.points.window_chunks(begin, end), None]:
+        chunks = [one for one in self.points.windows if one.first < end and one.end > begin]
+        for chunk in [*chunks, None]:
             until = end if chunk is None else min(end, chunk.first)
             if begin < until:
                 cells = np.empty((until - begin) * layout.cell_bytes, np.uint8)
@@ -484,7 +485,7 @@ class SequenceCells:
             cells = np.empty(n * cell, np.uint8)
             if native.get_block(self.ledger.seq_id, begin, n, cells, "window"):
                 cells.setflags(write=False)
-                self.points.add_window(WindowChunk(begin, n, n, cells))
+                self.points.windows.append(WindowChunk(begin, n, n, cells))
             begin += n
 
     # Forks ----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pykvcache._native import lib
 from pykvcache.context import LlamaContext
 from pykvcache.errors import InternalError, NoKvCacheSlot, UnsupportedOperation
-from pykvcache.sequence.checkpoints import Checkpoint, WindowChunk
+from pykvcache.sequence.checkpoints import Saved
 
 if TYPE_CHECKING:
     from pykvcache.sequence.cells import SequenceCells
@@ -179,10 +179,9 @@ class SequencePool(lib.Turns):
 
     def checkpoint_bytes(self) -> int:
         """Bytes of all checkpoints; a checkpoint shared by forks counts once."""
-        known = {id(x.state if isinstance(x, Checkpoint) else x.cells): x for x in self._points()}
-        return sum(point.nbytes for point in known.values())
+        return sum({id(saved): saved.nbytes for saved in self._checkpoints()}.values())
 
-    def _points(self) -> Iterator[Checkpoint | WindowChunk]:
+    def _checkpoints(self) -> Iterator[Saved]:
         for cells in self.members:
             yield from cells.points
 
@@ -196,16 +195,15 @@ class SequencePool(lib.Turns):
         longest = max((one.windows for one in points), key=len, default=[])
         beyond = longest[-1].end - longest[0].end if longest else 0
         n_swa = self.ctx.model.n_swa
-        victim: Checkpoint | WindowChunk
         if longest and beyond >= 2 * n_swa:
-            victim = longest[0]
+            victim: Saved | None = longest[0].cells
         elif found := [gap for one in points for gap in one.gaps()]:
             victim = min(found, key=lambda one: one[0])[1]
         elif longest and beyond >= n_swa:
-            victim = longest[0]
-        elif (last := next(self._points(), None)) is not None:
-            victim = last
+            victim = longest[0].cells
         else:
+            victim = next(self._checkpoints(), None)
+        if victim is None:
             return False
         for one in points:
             one.remove(victim)

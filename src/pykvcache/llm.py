@@ -39,7 +39,7 @@ from pykvcache.prefix.report import ReuseReport
 from pykvcache.prefix.sequence import CachedSequence
 from pykvcache.prefix.stores import FolderStore
 from pykvcache.sampling import Sampler
-from pykvcache.sequence.prompt_logprobs import prompt_logprobs
+from pykvcache.sequence.logprobs import prompt_logprobs
 from pykvcache.sequence.sequence import LlamaSequence
 from pykvcache.sequence.text import StopInput, TextStream
 

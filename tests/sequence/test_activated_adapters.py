@@ -21,7 +21,7 @@ from pykvcache import (
     Sampler,
 )
 from pykvcache.errors import ArgumentError, DecodeAborted, StateLayoutMismatch
-from pykvcache.sequence.prompt_logprobs import prompt_logprobs
+from pykvcache.sequence.logprobs import prompt_logprobs
 from support.adapters import write_adapter
 from support.models import EXACT, RIGHT, WRONG, make_model
 

@@ -8,8 +8,8 @@ import pytest
 from memory.kit import Make
 from pykvcache import LlamaSequence
 from pykvcache.errors import NoKvCacheSlot
-from pykvcache.sequence import prompt_logprobs as module
-from pykvcache.sequence.prompt_logprobs import prompt_logprobs
+from pykvcache.sequence import logprobs as module
+from pykvcache.sequence.logprobs import prompt_logprobs
 from support.logprobs import log_probabilities
 from support.models import EXACT, RIGHT
 

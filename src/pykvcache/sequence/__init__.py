@@ -8,7 +8,6 @@
 `pool.py`             sequence ids and cells of one context, shared by its sequences
 `checkpoints.py`      rollback points for memories that cannot be rewound
 `logprobs.py`         log-probabilities of tokens, by id and as text
-`prompt_logprobs.py`  those of all tokens of a prompt
 `saved.py`            files
 ====================  ================================================================
 """

@@ -18,7 +18,7 @@ from pykvcache.generate.handle import FinishReason, GenerationHandle
 from pykvcache.llm import LLM
 from pykvcache.prefix.report import ReuseReport
 from pykvcache.sampling import Sampler
-from pykvcache.sequence.prompt_logprobs import prompt_logprobs
+from pykvcache.sequence.logprobs import prompt_logprobs
 from pykvcache.sequence.sequence import LlamaSequence
 from pykvcache.sequence.text import TextStream
 from pykvcache.serve.errors import ApiError, context_exceeded

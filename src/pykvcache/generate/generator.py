@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, SupportsIndex, overload
 
 from pykvcache._arguments import TokenInput, as_bool, as_int
@@ -18,6 +19,7 @@ from pykvcache.errors import (
     DecodeAborted,
     KvCacheError,
     ReentryError,
+    how_to_install,
 )
 from pykvcache.generate.handle import GenerationHandle, handle_of
 from pykvcache.generate.request import GenerationRequest
@@ -376,11 +378,9 @@ class BatchGenerator(Closing):
         TypeError
             ``progress`` is neither None nor a bool.
         """
-        from pykvcache.generate.progress import watching  # here, because rich is an extra
-
         self._check_open()
         wanted = None if progress is None else as_bool(progress, "progress")
-        with watching(self._schedule.count, wanted) as look:
+        with _progress_bar(self._schedule.count, wanted) as look:
             while len(self._schedule):
                 if not self._take_turn():
                     self._await_change()
@@ -533,3 +533,32 @@ def _work(ref: weakref.ref[BatchGenerator], changed: threading.Condition) -> Non
 def _notify(changed: threading.Condition) -> None:
     with changed:
         changed.notify_all()
+
+
+@contextlib.contextmanager
+def _progress_bar(count: Callable[[], int], progress: bool | None) -> Iterator[Callable[[], None]]:
+    """Yield a function that updates a bar; `count` returns the number of unfinished requests."""
+    # sys.stderr is None in a process without one.
+    terminal = sys.stderr is not None and sys.stderr.isatty()
+    if progress is False or (progress is None and not terminal):
+        yield lambda: None
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        if progress:
+            raise ImportError(f"a progress bar needs rich: {how_to_install('cli')}") from None
+        yield lambda: None
+        return
+    with Progress(console=Console(stderr=True)) as bar:
+        left = total = count()
+        task = bar.add_task("requests", total=total)
+
+        def look() -> None:
+            nonlocal left, total
+            before, left = left, count()
+            total += max(0, left - before)  # new requests
+            bar.update(task, completed=total - left, total=total)
+
+        yield look

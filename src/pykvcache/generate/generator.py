@@ -222,7 +222,8 @@ class BatchGenerator(Closing):
                     raise ArgumentError(f"{name} needs a prompt, and a PrefixCache", name, given)
         sampler = check_sampler(sampler, self._ctx.model)
         stops = Stop.of(stop, self._ctx.model.n_vocab)
-        stops.check_text(self._ctx.model)
+        if stops.strings:
+            self._ctx.model.token_to_piece(0)  # raises if it has no vocabulary
         with self._pool:
             self._check_open()
             if isinstance(prompt, LlamaSequence):

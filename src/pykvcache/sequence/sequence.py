@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -390,42 +390,7 @@ class LlamaSequence(Closing):
         UnsupportedOperation
             A stop string was given, but the model has no vocabulary; raised by the call itself.
         """
-        return self._generation(Generation, max_tokens, sampler, stop, on_full, n_keep, logprobs)
-
-    def _generation(
-        self,
-        kind: type[_G],
-        max_tokens: SupportsIndex | None,
-        sampler: Sampler | None,
-        stop: StopInput,
-        on_full: OnFull | None,
-        n_keep: SupportsIndex,
-        logprobs: SupportsIndex,
-    ) -> _G:
-        if on_full is None:
-            on_full = "stop" if max_tokens is None else "raise"
-        if not isinstance(on_full, str):
-            raise TypeError(f"on_full must be a str, not {type(on_full).__name__}")
-        known = get_args(OnFull)
-        if on_full not in known:
-            raise ArgumentError(
-                f"on_full is {shown(on_full)}: it must be one of {', '.join(known)}",
-                "on_full",
-                on_full,
-                known,
-            )
-        self._check_open()
-        stops = Stop.of(stop, self._context.model.n_vocab)
-        stops.check_text(self._context.model, always=kind is TextGeneration)
-        return kind(
-            self,
-            MOST if max_tokens is None else as_int(max_tokens, "max_tokens", 0, MOST),
-            check_sampler(sampler, self._context.model),
-            stops,
-            on_full,
-            as_int(n_keep, "n_keep", 0, MOST),
-            as_int(logprobs, "logprobs", 0, self._context.model.n_vocab),
-        )
+        return Generation(self, max_tokens, sampler, stop, on_full, n_keep, logprobs)
 
     def stream(
         self,
@@ -449,8 +414,7 @@ class LlamaSequence(Closing):
         UnsupportedOperation
             The model has no vocabulary; raised by the call itself.
         """
-        options = max_tokens, sampler, stop, on_full, n_keep, logprobs
-        return self._generation(TextGeneration, *options)
+        return TextGeneration(self, max_tokens, sampler, stop, on_full, n_keep, logprobs)
 
     # Park, save, close ----------------------------------------------------------------------
 
@@ -619,9 +583,6 @@ class LlamaSequence(Closing):
         return n
 
 
-_G = TypeVar("_G", bound="_Generation")
-
-
 class _Generation:
     """A generation of a sequence, one token at a time: the base of two iterators."""
 
@@ -630,23 +591,40 @@ class _Generation:
     def __init__(
         self,
         sequence: LlamaSequence,
-        max_tokens: int,
-        sampler: Sampler,
-        stop: Stop,
-        on_full: OnFull,
-        n_keep: int,
-        n_logprobs: int,
+        max_tokens: SupportsIndex | None,
+        sampler: Sampler | None,
+        stop: StopInput,
+        on_full: OnFull | None,
+        n_keep: SupportsIndex,
+        logprobs: SupportsIndex,
     ) -> None:
+        model = sequence.context.model
+        if on_full is None:
+            on_full = "stop" if max_tokens is None else "raise"
+        if not isinstance(on_full, str):
+            raise TypeError(f"on_full must be a str, not {type(on_full).__name__}")
+        known = get_args(OnFull)
+        if on_full not in known:
+            raise ArgumentError(
+                f"on_full is {shown(on_full)}: it must be one of {', '.join(known)}",
+                "on_full",
+                on_full,
+                known,
+            )
+        sequence._check_open()
         self._sequence = sequence
-        self._most = max_tokens
-        self._writer = lib.Writer(sequence._cells.ledger, sampler.native)
-        self._stop = stop
+        self._stop = Stop.of(stop, model.n_vocab)
+        self._text = TextStream(self._stop.strings) if self._is_text or self._stop.strings else None
+        if self._text is not None:
+            model.token_to_piece(0)  # raises if it has no vocabulary
+        self._most = MOST if max_tokens is None else as_int(max_tokens, "max_tokens", 0, MOST)
+        sampler = check_sampler(sampler, model)
         self._on_full = on_full
-        self._n_keep = n_keep
-        self._n_logprobs = n_logprobs
+        self._n_keep = as_int(n_keep, "n_keep", 0, MOST)
+        self._n_logprobs = as_int(logprobs, "logprobs", 0, model.n_vocab)
+        self._writer = lib.Writer(sequence._cells.ledger, sampler.native)
         self._chosen: list[int] = []
         self._logprobs: list[dict[int, float]] = []
-        self._text = TextStream(stop.strings) if self._is_text or stop.strings else None
         self._finish: FinishReason | None = None
 
     @property

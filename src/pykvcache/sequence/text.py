@@ -72,11 +72,6 @@ class Stop:
                 tokens.add(as_int(item, "a stop token", 0, n_vocab - 1))
         return cls(tuple(dict.fromkeys(strings)), frozenset(tokens))
 
-    def check_text(self, model: LlamaModel, *, always: bool = False) -> None:
-        """Raise UnsupportedOperation if text is needed and the model has no vocabulary."""
-        if self.strings or always:
-            model.token_to_piece(0)
-
 
 class TextStream:
     """Converts a stream of tokens' bytes to text, as soon as it is final.

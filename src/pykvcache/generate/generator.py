@@ -268,8 +268,7 @@ class BatchGenerator(Closing):
         if sequence.context is not self._ctx:
             raise ArgumentError("the sequence belongs to another context", "prompt")
         sequence._check_open()
-        known = [*self._schedule.running, *self._schedule.waiting]
-        if any(request.sequence is sequence for request in known):
+        if any(request.sequence is sequence for request in self._schedule.requests):
             raise ArgumentError("the sequence is being generated already", "prompt")
         return sequence
 
@@ -422,7 +421,7 @@ class BatchGenerator(Closing):
         if thread is not None and thread is not threading.current_thread():
             thread.join()
         with self._pool:
-            self._stepper.close()
+            self._stepper.end_all(self._schedule.requests, "aborted")
         self._wake()
 
     # Driving ------------------------------------------------------------------------------------
@@ -502,12 +501,12 @@ class BatchGenerator(Closing):
             self.step()
         except DecodeAborted as error:
             with self._pool:
-                self._stepper.abort_all(error)
+                self._stepper.end_all(self._schedule.running, "aborted", error)
         except Exception as error:
             if self._closed:
                 return False
             with self._pool:
-                self._stepper.fail_all(error)
+                self._stepper.end_all(self._schedule.requests, "error", error)
         self._wake()
         return not self._closed
 

@@ -59,9 +59,14 @@ class Schedule:
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running)
 
+    @property
+    def requests(self) -> list[GenerationRequest]:
+        """All requests, but samples that wait for the evaluation of their prompt."""
+        return [*self.running, *self.waiting]
+
     def count(self) -> int:
         """Return the number of unfinished requests and of samples that wait for their prompt."""
-        return sum(1 + len(request.siblings) for request in (*self.waiting, *self.running))
+        return sum(1 + len(request.siblings) for request in self.requests)
 
     def add(self, request: GenerationRequest) -> None:
         """Add a request to the waiting ones."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from pykvcache._native import lib
-from pykvcache.errors import ClosedError, DecodeAborted, NoKvCacheSlot, OvertakenError
+from pykvcache.errors import ClosedError, NoKvCacheSlot, OvertakenError
 from pykvcache.generate.request import FinishReason, GenerationRequest
 from pykvcache.generate.schedule import Schedule
 from pykvcache.sequence.cells import Row, SequenceCells
@@ -45,7 +46,6 @@ class Stepper:
         ctx = schedule.ctx
         self._native = ctx.native
         self._n_batch = ctx.n_batch
-        self._most = schedule.pool.most_tokens
         self.aborted = False  # whether to look for aborted requests
         self._rows = lib.Rows(max(16, schedule.max_sequences), 1)
         self._looks: list[GenerationRequest] = []  # requests that may have ended
@@ -55,7 +55,7 @@ class Stepper:
         self._cells: tuple[SequenceCells, ...] = ()
         self._n_waiting = 0
         self._turns = 0  # the pool's turn counter after the last step
-        self._made: list[tuple[GenerationRequest, int]] = []  # of a step that was aborted
+        self._made: list[tuple[GenerationRequest, int]] = []  # new tokens, not yet returned
         # Tokens and seconds of batches since logits were last read; devices may still run them.
         self._n_timed, self._seconds = 0, 0.0
 
@@ -77,10 +77,11 @@ class Stepper:
         self._ungroup()
         try:
             schedule.pool.stage = schedule.stage
-            made = self._step()
+            self._step()
         finally:
             schedule.pool.stage = None
         self._turns = schedule.pool.turns
+        made, self._made = self._made, []
         return made
 
     def _may_join(self) -> bool:
@@ -124,30 +125,23 @@ class Stepper:
                 self._schedule.remove(request)
             self._looks.pop()
 
-    def _step(self) -> list[tuple[GenerationRequest, int]]:
+    def _step(self) -> None:
+        """Let requests join, and decode; if that raises, the next step returns what was made."""
         schedule = self._schedule
         self.drop_aborted()
-        made, self._made = self._made, []
         schedule.admit()
         before = schedule.running.copy(), schedule.waiting.copy()
         kinds = [False, True] if self._native.invocation else [False]
-        try:
-            done = [self._decode_kind(is_active, made) for is_active in kinds]
-        except BaseException:
-            self._made = made  # of the first decode: the next step returns them
-            raise
+        done = [self._decode_kind(is_active) for is_active in kinds]
         if done.count(None) == len(done):
-            return made
+            return
         schedule.pool.count_step(tuple([request.cells for request in schedule.running]))
         # Waiting requests did not fit before; they do not fit now if nothing has changed.
         unchanged = (schedule.running, schedule.waiting) == before and False not in done
         if unchanged or not schedule.waiting or schedule.is_taken:
             self._regroup()
-        return made
 
-    def _decode_kind(
-        self, is_active: bool, made: list[tuple[GenerationRequest, int]]
-    ) -> bool | None:
+    def _decode_kind(self, is_active: bool) -> bool | None:
         """Make one decode, of tokens before an activation or of those after it.
 
         Return whether it had one token of each request; None if it had none at all.
@@ -161,10 +155,10 @@ class Stepper:
             try:
                 ready = self._ready(able) if together else []
                 others = [request for request in able if request not in ready]
-                shares = self._collect(others, made, ready, is_active)
+                shares = self._collect(others, self._n_batch - len(ready), is_active)
                 if not shares and not ready:
                     return None
-                done = self._decode(ready, shares, made)
+                done = self._decode(ready, shares)
                 together = False  # too many for one call, or changed concurrently
             except NoKvCacheSlot as error:
                 if not schedule.make_room():
@@ -196,41 +190,26 @@ class Stepper:
     # In -----------------------------------------------------------------------------------------
 
     def _collect(
-        self,
-        requests: list[GenerationRequest],
-        made: list[tuple[GenerationRequest, int]],
-        ready: list[GenerationRequest],
-        is_active: bool,
+        self, requests: list[GenerationRequest], room: int, is_active: bool
     ) -> list[Share]:
         """Fill the batch: first generating requests, one token each, then parts of prompts."""
         self._rows.clear()
         shares, prompts = [], []
-        room = self._n_batch - len(ready)
         for request in requests:
             cells = request.cells
             ledger = cells.ledger
-            n = len(ledger)
-            if request.sequence.is_closed:
-                error = ClosedError("the sequence was closed")
-                self._end(request, "error", error, alone=True)
+            if (problem := _problem(request)) is not None:
+                self._end(request, "error", problem, alone=True)
                 continue
-            if request.lane.is_overtaken:
-                newer = OvertakenError("a newer generation has continued this sequence")
-                self._end(request, "error", newer, alone=True)
-                continue
-            if not n:
-                lost = ValueError("the sequence has no tokens left")
-                self._end(request, "error", lost, alone=True)
-                continue
-            if n > self._most:
+            if len(ledger) > self._schedule.pool.most_tokens:
                 self._end(request, "full")
                 continue
-            if cells.row is not None and ledger.n_evaluated == n:
+            if cells.row is not None and ledger.n_evaluated == len(ledger):
                 row, cells.row = cells.row, None
-                self._advance(request, row, made)
+                self._advance(request, row)
                 if request.finish is not None:
                     continue
-                n = len(ledger)
+            n = len(ledger)
             cells.attach()
             cells.rewind(min(ledger.n_evaluated, n - 1))
             if ledger.is_active != is_active:
@@ -265,12 +244,7 @@ class Stepper:
 
     # Through ------------------------------------------------------------------------------------
 
-    def _decode(
-        self,
-        ready: list[GenerationRequest],
-        shares: list[Share],
-        made: list[tuple[GenerationRequest, int]],
-    ) -> bool:
+    def _decode(self, ready: list[GenerationRequest], shares: list[Share]) -> bool:
         """Decode and distribute tokens; return False and do nothing if the call is refused."""
         self._check_room(len(self._rows) + len(ready))
         prompts = [s for s in shares if _is_part(s.request.cells, s.end)]
@@ -300,11 +274,11 @@ class Stepper:
             self._note_time(len(self._rows) + len(ready), time.perf_counter() - began, is_done)
         for share in prompts:
             share.request.cells.checkpoint()
-        made += tokens
+        self._made += tokens
         self._look()
         for share, row in zip(shares, rows, strict=True):
             if row is not None:
-                self._advance(share.request, row, made)
+                self._advance(share.request, row)
         return True
 
     def _note_time(self, n: int, seconds: float, is_done: bool) -> None:
@@ -329,9 +303,7 @@ class Stepper:
 
     # Out ----------------------------------------------------------------------------------------
 
-    def _advance(
-        self, request: GenerationRequest, row: Row, made: list[tuple[GenerationRequest, int]]
-    ) -> None:
+    def _advance(self, request: GenerationRequest, row: Row) -> None:
         """Let a request choose its next token; an error ends only this request."""
         request.sequence._evaluated(row)
         while request.siblings:
@@ -342,21 +314,19 @@ class Stepper:
                 cached = self._schedule.cached(sibling)
                 if cached is not None:
                     cached.set_shared()
-                self._choose(sibling, row, made)
+                self._choose(sibling, row)
             if sibling.finish is None:
                 self._schedule.add(sibling)
-            elif sibling.is_owned:
+            else:
                 sibling.sequence.close()
             del request.siblings[0]
-        self._choose(request, row, made)
+        self._choose(request, row)
 
-    def _choose(
-        self, request: GenerationRequest, row: Row, made: list[tuple[GenerationRequest, int]]
-    ) -> None:
+    def _choose(self, request: GenerationRequest, row: Row) -> None:
         self._looks.append(request)
         token = request.lane.take(self._native, row)
         if token is not None:
-            made.append((request, token))
+            self._made.append((request, token))
         self._look()
 
     def _branch(self, request: GenerationRequest, sibling: GenerationRequest) -> bool:
@@ -378,7 +348,7 @@ class Stepper:
             return
         self.aborted = False
         try:
-            for request in [*self._schedule.running, *self._schedule.waiting]:
+            for request in self._schedule.requests:
                 self._end_aborted(request)
         except BaseException:
             self.aborted = True
@@ -421,20 +391,26 @@ class Stepper:
         else:
             self._end(request, "full")
 
-    def abort_all(self, error: DecodeAborted) -> None:
-        """End all running requests after an aborted decode of the background thread."""
-        for request in list(self._schedule.running):
-            self._end(request, "aborted", error)
+    def end_all(
+        self,
+        requests: Iterable[GenerationRequest],
+        reason: FinishReason,
+        error: Exception | None = None,
+    ) -> None:
+        """End requests and all samples of their prompts."""
+        for request in list(requests):
+            self._end(request, reason, error)
 
-    def fail_all(self, error: Exception) -> None:
-        """End all requests with an error."""
-        for request in [*self._schedule.running, *self._schedule.waiting]:
-            self._end(request, "error", error)
 
-    def close(self) -> None:
-        """Abort all requests."""
-        for request in [*self._schedule.running, *self._schedule.waiting]:
-            self._end(request, "aborted")
+def _problem(request: GenerationRequest) -> Exception | None:
+    """Return why a request cannot continue: its caller changed the sequence."""
+    if request.sequence.is_closed:
+        return ClosedError("the sequence was closed")
+    if request.lane.is_overtaken:
+        return OvertakenError("a newer generation has continued this sequence")
+    if not len(request.cells.ledger):
+        return ValueError("the sequence has no tokens left")
+    return None
 
 
 def _end_of_part(cells: SequenceCells, end: int, room: int) -> int:

@@ -21,7 +21,7 @@ from pykvcache.chat_format import ChatFormat, ChatMessage, ToolCall, ToolChoice
 from pykvcache.context import LlamaContext, open_context
 from pykvcache.errors import ArgumentError
 from pykvcache.generate import BatchGenerator
-from pykvcache.generate.handle import FinishReason, GenerationHandle
+from pykvcache.generate.request import FinishReason, GenerationHandle
 from pykvcache.model import LlamaModel
 from pykvcache.openai_format import (
     ChatStream,

@@ -25,7 +25,7 @@ from pykvcache.cli.options import (
     template_option,
 )
 from pykvcache.cli.terminal import context_arguments, is_terminal, load_model, note, watched
-from pykvcache.generate.handle import GenerationHandle
+from pykvcache.generate.request import GenerationHandle
 from pykvcache.llm import LLM
 from pykvcache.prefix.sequence import CachedSequence
 from pykvcache.sequence.logprobs import TokenLogprob

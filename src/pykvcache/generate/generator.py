@@ -21,8 +21,7 @@ from pykvcache.errors import (
     ReentryError,
     how_to_install,
 )
-from pykvcache.generate.handle import GenerationHandle, handle_of
-from pykvcache.generate.request import GenerationRequest
+from pykvcache.generate.request import GenerationHandle, GenerationRequest
 from pykvcache.generate.schedule import Schedule
 from pykvcache.generate.step import Stepper
 from pykvcache.prefix.cache import PrefixCache, core_of
@@ -95,7 +94,6 @@ class BatchGenerator(Closing):
         self._pool = pool_of(context)
         self._schedule = Schedule(context, self._pool, n, cache)
         self._stepper = Stepper(self._schedule, chunk)
-        self._order = 0
         # Acquired directly: Ctrl-C in a Condition's `__enter__` leaves its lock held.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -238,7 +236,6 @@ class BatchGenerator(Closing):
             requests = []
             for i in range(count):
                 own = sequence if i == 0 else self._sibling(sequence)
-                self._order += 1
                 request = GenerationRequest(
                     self,
                     own,
@@ -247,7 +244,6 @@ class BatchGenerator(Closing):
                     stops,
                     n_logprobs,
                     rank,
-                    self._order,
                     is_owned=sequence is not prompt or i > 0,
                 )
                 requests.append(request)
@@ -357,7 +353,7 @@ class BatchGenerator(Closing):
         return [
             (handle, token)
             for request, token in made
-            if (handle := request.handle() or handle_of(request)) is not None
+            if (handle := request.handle() or _new_handle(request)) is not None
         ]
 
     def run(self, *, progress: bool | None = None) -> None:
@@ -382,8 +378,7 @@ class BatchGenerator(Closing):
         wanted = None if progress is None else as_bool(progress, "progress")
         with _progress_bar(self._schedule.count, wanted) as look:
             while len(self._schedule):
-                if not self._take_turn():
-                    self._await_change()
+                self._advance()
                 look()
 
     def start(self) -> None:
@@ -456,44 +451,28 @@ class BatchGenerator(Closing):
             with self._lock:
                 self._changed.notify_all()
 
-    def _await_change(self) -> None:
-        with self._lock:
-            self._n_awaiting += 1
-            try:
-                self._changed.wait(0.05)
-            finally:
-                self._n_awaiting -= 1
-
     @property
     def _has_thread(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _take_turn(self) -> bool:
-        """Make a step, unless another thread does."""
+    def _advance(self) -> None:
+        """Make a step; if another thread makes one, wait for that instead."""
         self._check_open()
         me = threading.get_ident()
         try:
             with self._lock:
                 if self._has_thread or self._driver not in (None, me):
-                    return False
+                    self._n_awaiting += 1
+                    try:
+                        self._changed.wait(0.05)
+                    finally:
+                        self._n_awaiting -= 1
+                    return
                 self._driver = me
             self.step()
         finally:
             if self._driver == me:
                 self._driver = None
-        return True
-
-    def _wait_for(self, request: GenerationRequest, i: int) -> int | None:
-        """Return token i of a request; None if it ended before."""
-        while True:
-            if i < len(request.tokens):
-                return request.tokens[i]
-            if request.finish_reason is not None:
-                if request.error is not None and request.finish_reason == "error":
-                    raise request.error
-                return None
-            if not self._take_turn():
-                self._await_change()
 
     def _work_once(self) -> bool:
         """Make a step in the background thread; errors end requests. Return False once closed."""
@@ -512,6 +491,11 @@ class BatchGenerator(Closing):
 
     def __repr__(self) -> str:
         return f"<BatchGenerator: {self.n_running} running, {self.n_waiting} waiting>"
+
+
+def _new_handle(request: GenerationRequest) -> GenerationHandle | None:
+    """Return a new handle of a request whose handle was dropped; None if dropping has ended it."""
+    return None if request.is_owned else GenerationHandle(request)
 
 
 def _work(ref: weakref.ref[BatchGenerator], changed: threading.Condition) -> None:

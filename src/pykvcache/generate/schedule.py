@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from operator import attrgetter
 
 from pykvcache.context import LlamaContext
 from pykvcache.generate.request import GenerationRequest
@@ -18,10 +19,7 @@ SHARED = 16
 #: Free cells per running sequence required to admit another one; reduces parking.
 HEADROOM = 16
 
-
-def rank(request: GenerationRequest) -> tuple[int, int]:
-    """Return the sort key: larger priority first, then order of submission."""
-    return -request.priority, request.order
+_rank = attrgetter("rank")
 
 
 def missing(request: GenerationRequest) -> int:
@@ -70,7 +68,7 @@ class Schedule:
 
     def add(self, request: GenerationRequest) -> None:
         """Add a request to the waiting ones."""
-        insort(self.waiting, request, key=rank)
+        insort(self.waiting, request, key=_rank)
 
     def admit(self) -> None:
         """Start waiting requests, in order, as long as they fit."""
@@ -97,7 +95,7 @@ class Schedule:
             if cached is not None and self.cache is not None:
                 self.cache.renew(cached)
             head.cells.stage = self.stage
-            insort(self.running, head, key=rank)
+            insort(self.running, head, key=_rank)
             del self.waiting[i]
             if head.cells.needs_points:
                 for other in self.waiting:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pykvcache.chat_format import ChatFormat
-from pykvcache.generate.handle import FinishReason, GenerationHandle
+from pykvcache.generate.request import FinishReason, GenerationHandle
 from pykvcache.llm import LLM
 from pykvcache.prefix.report import ReuseReport
 from pykvcache.sampling import Sampler

@@ -226,8 +226,14 @@ class BatchGenerator(Closing):
             self._check_open()
             if isinstance(prompt, LlamaSequence):
                 sequence = self._given(prompt)
+            elif self._cache is not None:
+                sequence = self._cache.open(
+                    prompt, namespace, boundaries=boundaries, priority=rank, keep=kept
+                )
+            elif namespace is not None:
+                raise ArgumentError("a namespace needs a PrefixCache", "namespace", namespace)
             else:
-                sequence = self._new(prompt, namespace, boundaries, rank, kept)
+                sequence = self._plain(prompt)
             if not len(sequence):
                 raise ArgumentError(
                     "the prompt has no tokens: there is nothing to evaluate", "prompt", 0, 1
@@ -244,6 +250,7 @@ class BatchGenerator(Closing):
                     stops,
                     n_logprobs,
                     rank,
+                    None if self._cache is None else request_of(own),
                     is_owned=sequence is not prompt or i > 0,
                 )
                 requests.append(request)
@@ -268,32 +275,14 @@ class BatchGenerator(Closing):
             raise ArgumentError("the sequence is being generated already", "prompt")
         return sequence
 
-    def _new(
-        self,
-        prompt: str | TokenInput,
-        namespace: str | None,
-        boundaries: Iterable[SupportsIndex],
-        priority: int,
-        keep: int | None,
-    ) -> LlamaSequence:
-        """Return a sequence of a prompt, from the cache if there is one."""
-        if self._cache is not None:
-            return self._cache.open(
-                prompt, namespace, boundaries=boundaries, priority=priority, keep=keep
-            )
-        if namespace is not None:
-            raise ArgumentError("a namespace needs a PrefixCache", "namespace", namespace)
-        return self._plain(prompt)
-
-    def _plain(self, prompt: str | TokenInput | None) -> LlamaSequence:
+    def _plain(self, prompt: str | TokenInput) -> LlamaSequence:
         """Return a sequence without a cache.
 
         Skips LlamaSequence's checks of the context, which this generator has already made. The
         lock is held.
         """
         sequence = LlamaSequence._made(self._ctx, SequenceCells(self._pool, Ledger(), POINTS))
-        if prompt is not None:
-            sequence._append(prompt)
+        sequence._append(prompt)
         return sequence
 
     def _sibling(self, sequence: LlamaSequence) -> LlamaSequence:
@@ -303,9 +292,7 @@ class BatchGenerator(Closing):
         request = request_of(sequence)
         if self._cache is not None and request is not None and request in self._cache.live:
             return self._cache.open_beside(request)
-        own = self._plain(None)
-        own._cells.ledger.append(sequence.tokens)
-        return own
+        return self._plain(sequence.tokens)
 
     @staticmethod
     def _sampler_of(sampler: Sampler, i: int) -> Sampler:
@@ -437,14 +424,9 @@ class BatchGenerator(Closing):
 
         May be called by a finalizer.
         """
-        lock = self._pool.lock
-        if not self._has_thread and not self._native.is_inherited and lock.acquire(blocking=False):
-            try:
-                if self._pool.is_quiet:
-                    with contextlib.suppress(KvCacheError), self._pool:
-                        self._stepper.drop_aborted()
-            finally:
-                lock.release()
+        if not self._has_thread and not self._native.is_inherited:
+            with contextlib.suppress(KvCacheError):
+                self._pool.if_quiet(self._stepper.drop_aborted)
 
     def _wake(self) -> None:
         if not self._native.is_inherited:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from pykvcache.generate.generator import BatchGenerator
+    from pykvcache.prefix.sequence import Request
 
 __all__ = ["FinishReason", "GenerationHandle", "GenerationRequest", "HandleStream", "RequestTimes"]
 
@@ -60,7 +61,7 @@ class GenerationRequest:
     """A request inside its generator; users have a `GenerationHandle`, which can be dropped.
 
     If it `is_owned`, the request created its sequence: it closes it at the end, and only its
-    handle refers to it.
+    handle refers to it. `cached` is the cache's record of the sequence.
     """
 
     def __init__(
@@ -72,12 +73,14 @@ class GenerationRequest:
         stop: Stop,
         n_logprobs: int,
         priority: int,
+        cached: Request | None,
         *,
         is_owned: bool,
     ) -> None:
         self._generator = generator
         self.sequence = sequence
         self.cells = sequence._cells
+        self.cached = cached
         self.priority, self.is_owned = priority, is_owned
         #: Larger priority first, then order of submission.
         self.rank = -priority, next(_orders)

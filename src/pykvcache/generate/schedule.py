@@ -8,7 +8,7 @@ from operator import attrgetter
 from pykvcache.context import LlamaContext
 from pykvcache.generate.request import GenerationRequest
 from pykvcache.prefix.core import CacheCore
-from pykvcache.prefix.sequence import Request, request_of
+from pykvcache.prefix.sequence import Request
 from pykvcache.sequence.ledger import common_prefix
 from pykvcache.sequence.pool import SequencePool
 
@@ -25,10 +25,7 @@ _rank = attrgetter("rank")
 def missing(request: GenerationRequest) -> int:
     """Return the number of cells that a request still needs."""
     cells = request.cells
-    ledger = cells.ledger
-    if cells.seq_id is None:
-        return len(ledger)
-    return len(ledger) - ledger.n_evaluated - len(ledger.stale)
+    return len(cells.ledger) - (0 if cells.seq_id is None else cells.n_held)
 
 
 class Schedule:
@@ -75,7 +72,7 @@ class Schedule:
         i = 0
         while i < len(self.waiting):
             head = self.waiting[i]
-            cached = self.cached(head)
+            cached = head.cached
             is_searching = cached is not None and cached.search is not None
             if (
                 (is_searching and not self._is_ready(cached))
@@ -89,7 +86,6 @@ class Schedule:
                 if last.priority >= head.priority:
                     return
                 self.suspend(last)
-                i = self.waiting.index(head)
                 continue
             # Marked as running before it gets cells, so that idle sequences are parked for it.
             if cached is not None and self.cache is not None:
@@ -101,10 +97,6 @@ class Schedule:
                 for other in self.waiting:
                     self._waits_for_prefix(other)  # adds the branch where the prompts diverge
 
-    def cached(self, request: GenerationRequest) -> Request | None:
-        """Return the cache's record of a request's sequence; None without a cache."""
-        return None if self.cache is None else request_of(request.sequence)
-
     # Tiers: waiting for them blocks no other request ----------------------------------------------
 
     def _seeking(self) -> list[Request]:
@@ -115,7 +107,7 @@ class Schedule:
     def seek(self, request: GenerationRequest) -> None:
         """Search the tiers for a new request, unless it waits for another request's prefix."""
         if not self._waits_for_prefix(request):
-            self._is_ready(self.cached(request))
+            self._is_ready(request.cached)
 
     def _is_ready(self, cached: Request | None) -> bool:
         """Return whether the tiers are done with a request; start a search if a place is free."""
@@ -162,13 +154,13 @@ class Schedule:
 
     def _waits_for_prefix(self, head: GenerationRequest) -> bool:
         """Return whether another request is evaluating, or searching for, a prefix of this one."""
-        mine = self.cached(head)
+        mine = head.cached
         if mine is None or self.cache is None:
             return False
         size, own = self.cache.block_size, mine.cells.ledger
         # States, which cannot be truncated, are taken at the ends of blocks.
         least = size if mine.cells.needs_points else min(size, SHARED)
-        running = [one for request in self.running if (one := self.cached(request)) is not None]
+        running = [one for request in self.running if (one := request.cached) is not None]
         for other in (*running, *self._seeking()):
             theirs = other.cells.ledger
             if (
@@ -214,7 +206,7 @@ class Schedule:
     def remove(self, request: GenerationRequest) -> None:
         """Remove a request that has ended, and free what it owned."""
         self._stop(request)
-        cached = self.cached(request)
+        cached = request.cached
         if cached is not None and self.cache is not None:
             self.cache.cancel_search(cached)
         if request in self.waiting:

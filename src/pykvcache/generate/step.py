@@ -311,9 +311,8 @@ class Stepper:
             if sibling.sequence.is_closed:
                 sibling.end("error", ClosedError("the sequence was closed"))
             elif self._branch(request, sibling):
-                cached = self._schedule.cached(sibling)
-                if cached is not None:
-                    cached.set_shared()
+                if sibling.cached is not None:
+                    sibling.cached.set_shared()
                 self._choose(sibling, row)
             if sibling.finish is None:
                 self._schedule.add(sibling)

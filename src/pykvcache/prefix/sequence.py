@@ -147,13 +147,8 @@ class CachedSequence(LlamaSequence):
         cells = getattr(self, "_cells", None)
         if cells is None or self._closed or self._context.is_closed:
             return
-        if cells.pool.lock.acquire(blocking=False):
-            try:
-                if cells.pool.is_quiet:
-                    with contextlib.suppress(Exception):
-                        self.close()
-            finally:
-                cells.pool.lock.release()
+        with contextlib.suppress(Exception):
+            cells.pool.if_quiet(self.close)
 
 
 def request_of(sequence: LlamaSequence) -> Request | None:

@@ -56,10 +56,15 @@ class SequencePool(lib.Turns):
         assert ctx is not None
         return ctx
 
-    @property
-    def is_quiet(self) -> bool:
-        """Whether no turn is in progress. The lock is held."""
-        return self.depth == 0
+    def if_quiet(self, call: Callable[[], object]) -> None:
+        """Make a call under the lock unless a turn is in progress. For finalizers."""
+        if self.lock.acquire(blocking=False):
+            try:
+                if self.depth == 0:
+                    with self:
+                        call()
+            finally:
+                self.lock.release()
 
     # Ids ----------------------------------------------------------------------------------
 

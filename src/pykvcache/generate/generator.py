@@ -28,8 +28,6 @@ from pykvcache.prefix.cache import PrefixCache, core_of
 from pykvcache.prefix.sequence import request_of
 from pykvcache.sampling import Sampler, check_sampler
 from pykvcache.sequence.cells import SequenceCells, check_length
-from pykvcache.sequence.checkpoints import POINTS
-from pykvcache.sequence.ledger import Ledger
 from pykvcache.sequence.pool import pool_of
 from pykvcache.sequence.sequence import MOST, LlamaSequence
 from pykvcache.sequence.text import Stop, StopInput
@@ -281,7 +279,7 @@ class BatchGenerator(Closing):
         Skips LlamaSequence's checks of the context, which this generator has already made. The
         lock is held.
         """
-        sequence = LlamaSequence._made(self._ctx, SequenceCells(self._pool, Ledger(), POINTS))
+        sequence = LlamaSequence._made(self._ctx, SequenceCells(self._pool))
         sequence._append(prompt)
         return sequence
 

@@ -29,7 +29,6 @@ from pykvcache.prefix.tier_link import CLOSE_SECONDS, TierLink
 from pykvcache.prefix.tiers.loader import Load, Loaded
 from pykvcache.prefix.tiers.writer import Writer
 from pykvcache.sequence.cells import SequenceCells
-from pykvcache.sequence.ledger import Ledger
 from pykvcache.sequence.pool import pool_of
 
 __all__ = ["CacheCore", "as_namespace"]
@@ -117,7 +116,7 @@ class CacheCore:
         Arguments are as for `PrefixCache.sequence`; ``keep`` as for `CachedSequence.close`.
         """
         namespace = self.namespace(namespace)
-        cells = SequenceCells(self.pool, Ledger(), self._checkpoints)
+        cells = SequenceCells(self.pool, self._checkpoints)
         request = Request(cells, namespace, namespace, priority)
         self._enter(request)
         sequence = CachedSequence._made(self.context, cells)

@@ -111,9 +111,9 @@ class CachedSequence(LlamaSequence):
             self._core.join(child._request, self._request)
         return child
 
-    def _evaluated(self, row: npt.NDArray[np.float32] | None) -> None:
+    def _evaluated(self, row: npt.NDArray[np.float32]) -> None:
         cells, n = self._cells, self._request.report.n_tokens
-        if row is not None and self._core.keep_logits and n == len(self):
+        if self._core.keep_logits and n == len(self):
             cells.points.row = n, row.copy()
             if n not in cells.points.states:
                 cells.checkpoint()  # a single new token takes none by itself

@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pykvcache._arguments import IntArray
 from pykvcache._ranges import Range, deepest
 from pykvcache.errors import (
     NoKvCacheSlot,
@@ -20,8 +21,13 @@ from pykvcache.errors import (
     StateError,
     UnsupportedOperation,
 )
-from pykvcache.sequence.checkpoints import CheckpointPolicy, Checkpoints, WindowChunk
-from pykvcache.sequence.ledger import Ledger
+from pykvcache.sequence.checkpoints import (
+    DEFAULT_POLICY,
+    CheckpointPolicy,
+    Checkpoints,
+    WindowChunk,
+)
+from pykvcache.sequence.ledger import NOTHING, Ledger
 from pykvcache.sequence.pool import SequencePool
 
 __all__ = ["PutBack", "SequenceCells", "check_length"]
@@ -48,10 +54,15 @@ class SequenceCells:
     it has no id, and `state` is its saved state. Otherwise nothing was evaluated yet.
     """
 
-    def __init__(self, pool: SequencePool, ledger: Ledger, policy: CheckpointPolicy) -> None:
+    def __init__(
+        self,
+        pool: SequencePool,
+        policy: CheckpointPolicy | None = None,
+        tokens: IntArray = NOTHING,
+    ) -> None:
         self.pool = pool
-        self.ledger = ledger
-        self.policy = policy
+        self.ledger = Ledger(tokens)
+        self.policy = policy or DEFAULT_POLICY
         self.points = Checkpoints()
         self.state: PutBack | None = None
         self._row: tuple[int, Row] | None = None
@@ -65,7 +76,7 @@ class SequenceCells:
         self.needs_points = self._native.has_rest
         self._has_state, self._has_window = self._native.has_state_part, self._native.has_window
         if self._native.invocation:
-            ledger.set_invocation(self._native.invocation)
+            self.ledger.set_invocation(self._native.invocation)
         pool.members.add(self)
 
     @property
@@ -171,11 +182,6 @@ class SequenceCells:
 
     def _be_twin(self, twins: weakref.WeakSet[PutBack]) -> None:
         self._twins = (self.ledger.version, self.n_held), twins
-
-    def renounce(self) -> None:
-        """Free everything but the ledger: the adapters changed."""
-        self.release()
-        self.ledger.set_invocation(self._native.invocation)
 
     def release(self) -> None:
         """Free everything but the ledger."""
@@ -297,28 +303,29 @@ class SequenceCells:
         PartialStateError
             A cell is in neither.
         """
-        found, native = [], self._native
-        layout = native.block_layout("window")
-        chunks = [one for one in self.points.windows if one.first < end and one.end > begin]
-        for chunk in [*chunks, None]:
-            until = end if chunk is None else min(end, chunk.first)
-            if begin < until:
-                cells = np.empty((until - begin) * layout.cell_bytes, np.uint8)
-                size = until - begin
-                if not native.get_block(self.ledger.seq_id, begin, size, cells, "window"):
-                    raise PartialStateError("window cells are missing", self.ledger.seq_id, begin)
-                found.append((cells, size, size))
-                begin = until
-            if chunk is None or begin >= end:
-                break
-            cells, skipped = chunk.cells, begin - chunk.first
-            used = min(chunk.end, end) - begin
-            if skipped:
-                cells = np.empty(used * layout.cell_bytes, np.uint8)
-                layout.copy_cells(chunk.cells, skipped, used, cells, 0)
-            found.append((cells, used if skipped else chunk.n, used))
-            begin += used
+        found, layout = [], self._native.block_layout("window")
+        for chunk in self.points.windows:
+            first, last = max(begin, chunk.first), min(end, chunk.end)
+            if first >= last:
+                continue
+            if begin < first:
+                found.append(self._live_window(begin, first))
+            cells, n, used = chunk.cells, chunk.n, last - first
+            if first > chunk.first:
+                cells, n = np.empty(used * layout.cell_bytes, np.uint8), used
+                layout.copy_cells(chunk.cells, first - chunk.first, used, cells, 0)
+            found.append((cells, n, used))
+            begin = last
+        if begin < end:
+            found.append(self._live_window(begin, end))
         return found
+
+    def _live_window(self, begin: int, end: int) -> tuple[npt.NDArray[np.uint8], int, int]:
+        native, n = self._native, end - begin
+        cells = np.empty(n * native.block_bytes("window"), np.uint8)
+        if not native.get_block(self.ledger.seq_id, begin, n, cells, "window"):
+            raise PartialStateError("window cells are missing", self.ledger.seq_id, begin)
+        return cells, n, n
 
     def reachable(self, n: int) -> int:
         """Return how many of the first n tokens a fork holds without evaluation."""

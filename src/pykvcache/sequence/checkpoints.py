@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -13,13 +12,10 @@ from pykvcache._arguments import as_int
 from pykvcache._native import lib
 from pykvcache._ranges import Range, union
 
-__all__ = ["POINTS", "CheckpointPolicy", "Checkpoints", "Saved", "WindowChunk"]
+__all__ = ["DEFAULT_POLICY", "CheckpointPolicy", "Checkpoints", "Saved", "WindowChunk"]
 
 #: What forks share: a recurrent state, or the bytes of window cells.
 Saved = lib.StatePart | npt.NDArray[np.uint8]
-
-#: Tokens per chunk of window cells.
-CHUNK: Final = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +60,7 @@ class CheckpointPolicy:
     @property
     def chunk(self) -> int:
         """Tokens per chunk of window cells."""
-        return CHUNK
+        return 64
 
     def next_stop(self, begin: int, end: int) -> int:
         """Return where to pause evaluating ``[begin, end)`` for a checkpoint, or ``end``."""
@@ -73,8 +69,7 @@ class CheckpointPolicy:
         return min(end, (begin // self.spacing + 1) * self.spacing)
 
 
-#: Default policy.
-POINTS = CheckpointPolicy()
+DEFAULT_POLICY = CheckpointPolicy()
 
 
 @dataclass(slots=True, eq=False)

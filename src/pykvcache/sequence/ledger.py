@@ -9,9 +9,9 @@ import numpy as np
 from pykvcache._arguments import IntArray
 from pykvcache._native import lib
 
-__all__ = ["Ledger", "common_prefix"]
+__all__ = ["NOTHING", "Ledger", "common_prefix"]
 
-_NOTHING = np.empty(0, np.int32)
+NOTHING = np.empty(0, np.int32)
 
 
 def common_prefix(a: IntArray, b: IntArray) -> int:
@@ -38,8 +38,8 @@ class Ledger(lib.Tokens):
 
     __slots__ = ("shifted_at", "stale")
 
-    def __init__(self, tokens: IntArray = _NOTHING) -> None:
-        self.stale: IntArray = _NOTHING
+    def __init__(self, tokens: IntArray = NOTHING) -> None:
+        self.stale: IntArray = NOTHING
         self.shifted_at: int | None = None
         lib.Tokens.append(self, tokens)
 
@@ -72,13 +72,11 @@ class Ledger(lib.Tokens):
         if self.shifted_at is not None:
             same = min(same, max(0, self.shifted_at - self.n_evaluated))
         self.n_evaluated += same
-        self.stale = self.stale[same:] if same < len(self.stale) else _NOTHING
+        self.stale = self.stale[same:] if same < len(self.stale) else NOTHING
 
     def truncate(self, n: int) -> None:
         """Keep the first n tokens."""
-        self._forget(n)
-        self.cut(n)
-        self.settle()
+        self.become(n, NOTHING)
 
     def settle(self) -> None:
         """Stop counting tokens that were evaluated with adapters other than those they need now."""
@@ -108,7 +106,7 @@ class Ledger(lib.Tokens):
     def holds(self, n: int) -> None:
         """Record that the memory holds exactly the first n tokens."""
         self.n_evaluated = n
-        self.stale = _NOTHING
+        self.stale = NOTHING
         self.drop_marks()
 
     def drop_marks(self) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pykvcache._native import lib
 from pykvcache.context import LlamaContext
-from pykvcache.errors import InternalError, NoKvCacheSlot, UnsupportedOperation
+from pykvcache.errors import ClosedError, InternalError, NoKvCacheSlot, UnsupportedOperation
 from pykvcache.sequence.checkpoints import Saved
 
 if TYPE_CHECKING:
@@ -70,17 +70,12 @@ class SequencePool(lib.Turns):
 
     def lend(self, cells: SequenceCells) -> int | None:
         """Lend an id, parking the least recently used sequence if needed; None if impossible."""
-        seq_id = self._free_id()
-        if seq_id is None and self.dropped:
-            self.reap()
-            seq_id = self._free_id()
-        if seq_id is None:
-            victim = next(self.idle_members((cells,)), None)
-            if victim is None:
-                return None
-            victim.park()
-            seq_id = self._free_id()
-            if seq_id is None:
+        while (seq_id := self._free_id()) is None:
+            if self.dropped:
+                self.reap()
+            elif (victim := next(self.idle_members((cells,)), None)) is not None:
+                victim.park()
+            else:
                 return None
         self._lent[seq_id] = weakref.ref(cells, self.drop)
         return seq_id
@@ -100,7 +95,7 @@ class SequencePool(lib.Turns):
     def take_back(self, seq_id: int) -> None:
         """Free the cells of an id, and return it to the pool."""
         # After an InternalError the memory is cleared before its next use.
-        with contextlib.suppress(InternalError):
+        with contextlib.suppress(InternalError, ClosedError):
             self.native.seq_rm(seq_id, None, None)
         self._lent.pop(seq_id, None)
 
@@ -219,20 +214,15 @@ class SequencePool(lib.Turns):
     def reap(self) -> None:
         """Free the cells and ids of collected sequences."""
         while self.dropped:
-            gone = self.dropped[0]
-            seq_id = next((i for i, ref in self._lent.items() if ref is gone), None)
-            if seq_id is not None:
-                ctx = self._ctx()
-                if ctx is not None and not ctx.is_closed:
-                    self.take_back(seq_id)
-                else:
-                    del self._lent[seq_id]
+            for seq_id in [i for i, ref in self._lent.items() if ref is self.dropped[0]]:
+                self.take_back(seq_id)
             self.dropped.popleft()
 
     def renounce(self) -> None:
         """Treat the cells of all sequences as not evaluated: other adapters computed them."""
         for cells in list(self.members):
-            cells.renounce()
+            cells.release()
+            cells.ledger.set_invocation(self.native.invocation)
 
 
 def _most_tokens(ctx: LlamaContext) -> int:

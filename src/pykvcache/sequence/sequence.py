@@ -25,8 +25,8 @@ from pykvcache.errors import (
 )
 from pykvcache.sampling import Sampler, check_sampler
 from pykvcache.sequence.cells import SequenceCells
-from pykvcache.sequence.checkpoints import POINTS, CheckpointPolicy
-from pykvcache.sequence.ledger import Ledger, common_prefix
+from pykvcache.sequence.checkpoints import CheckpointPolicy
+from pykvcache.sequence.ledger import common_prefix
 from pykvcache.sequence.logprobs import TokenLogprob, likeliest, named
 from pykvcache.sequence.pool import pool_of
 from pykvcache.sequence.saved import load_sequence, save_sequence
@@ -118,7 +118,7 @@ class LlamaSequence(Closing):
         self._context = context
         pool = pool_of(context)
         with pool:
-            self._cells = SequenceCells(pool, Ledger(), checkpoints or POINTS)
+            self._cells = SequenceCells(pool, checkpoints)
         self._closed = False
         if prompt is not None:
             self.append(prompt)
@@ -298,10 +298,9 @@ class LlamaSequence(Closing):
         with self._held():
             n = len(self) if n is None else self._within(n, "n", len(self))
             mine = self._cells
-            ledger = Ledger(mine.ledger.part(0, n))
-            child = SequenceCells(mine.pool, ledger, mine.policy)
+            child = SequenceCells(mine.pool, mine.policy, mine.ledger.part(0, n))
             mine.fork_into(child, n)
-            if n == len(self) and mine.row is not None and ledger.n_evaluated == n:
+            if n == len(self) and mine.row is not None and child.ledger.n_evaluated == n:
                 child.row = mine.row
             return self._made(self._context, child)
 
@@ -546,7 +545,7 @@ class LlamaSequence(Closing):
         self._evaluated(row)
         return row
 
-    def _evaluated(self, row: npt.NDArray[np.float32] | None) -> None:
+    def _evaluated(self, row: npt.NDArray[np.float32]) -> None:
         """Notify a subclass, such as a cached sequence, that all tokens are evaluated.
 
         The lock is held.

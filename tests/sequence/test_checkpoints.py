@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 
 from memory.kit import Logits, Make, apart
-from pykvcache import CheckpointPolicy, LlamaSequence
+from pykvcache import CheckpointPolicy, LlamaContext, LlamaSequence
+from pykvcache.sequence.checkpoints import total_bytes
 from pykvcache.sequence.pool import pool_of
+
+
+def n_bytes(ctx: LlamaContext) -> int:
+    """Return the bytes of all checkpoints of a context."""
+    return total_bytes(cells.points for cells in pool_of(ctx).members)
 
 
 @pytest.mark.parametrize("name", ["mamba", "jamba", "gemma3"])
@@ -21,20 +27,19 @@ def test_checkpoints_keep_to_their_budget(
     tokens = np.random.default_rng(1).integers(5, 56, 100, dtype=np.int32)
     one = LlamaSequence(ctx, tokens, checkpoints=CheckpointPolicy(spacing=10))
     one.evaluate()
-    pool = pool_of(ctx)
-    whole = pool.checkpoint_bytes()
+    whole = n_bytes(ctx)
     points = one._cells.points
     assert list(points.states) == ([] if name == "gemma3" else list(range(10, 101, 10)))
     assert points.covered() == ([(0, 100)] if name == "gemma3" else [])
     one.close()
-    assert pool.checkpoint_bytes() == 0
+    assert n_bytes(ctx) == 0
     # Three states, or three windows of 32 tokens in chunks of ten, fit, and not much more.
     most = whole * 3 // 2 if name == "gemma3" else whole // 2
     policy = CheckpointPolicy(max_bytes=most, spacing=10)
     some = [LlamaSequence(ctx, np.roll(tokens, i), checkpoints=policy) for i in range(3)]
     for sequence in some:
         sequence.evaluate()
-        assert 0 < pool.checkpoint_bytes() <= policy.max_bytes
+        assert 0 < n_bytes(ctx) <= policy.max_bytes
     for sequence in some:
         points = sequence._cells.points
         if name == "gemma3":

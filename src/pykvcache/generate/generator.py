@@ -27,7 +27,7 @@ from pykvcache.generate.step import Stepper
 from pykvcache.prefix.cache import PrefixCache, core_of
 from pykvcache.prefix.sequence import request_of
 from pykvcache.sampling import Sampler, check_sampler
-from pykvcache.sequence.cells import SequenceCells, check_length
+from pykvcache.sequence.cells import SequenceCells
 from pykvcache.sequence.pool import pool_of
 from pykvcache.sequence.sequence import MOST, LlamaSequence
 from pykvcache.sequence.text import Stop, StopInput
@@ -236,7 +236,7 @@ class BatchGenerator(Closing):
                 raise ArgumentError(
                     "the prompt has no tokens: there is nothing to evaluate", "prompt", 0, 1
                 )
-            check_length(self._pool, len(sequence))
+            self._pool.check_length(len(sequence))
             requests = []
             for i in range(count):
                 own = sequence if i == 0 else self._sibling(sequence)
@@ -454,8 +454,8 @@ class BatchGenerator(Closing):
             if self._driver == me:
                 self._driver = None
 
-    def _work_once(self) -> bool:
-        """Make a step in the background thread; errors end requests. Return False once closed."""
+    def _work_once(self) -> None:
+        """Make a step in the background thread; errors end requests."""
         try:
             self.step()
         except DecodeAborted as error:
@@ -463,11 +463,10 @@ class BatchGenerator(Closing):
                 self._stepper.end_all(self._schedule.running, "aborted", error)
         except Exception as error:
             if self._closed:
-                return False
+                return
             with self._pool:
                 self._stepper.end_all(self._schedule.requests, "error", error)
         self._wake()
-        return not self._closed
 
     def __repr__(self) -> str:
         return f"<BatchGenerator: {self.n_running} running, {self.n_waiting} waiting>"
@@ -489,8 +488,7 @@ def _work(ref: weakref.ref[BatchGenerator], changed: threading.Condition) -> Non
                 del generator
                 changed.wait()
                 continue
-        if not generator._work_once():
-            return
+        generator._work_once()
         del generator
 
 

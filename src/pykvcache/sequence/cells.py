@@ -17,7 +17,6 @@ from pykvcache._ranges import Range, deepest
 from pykvcache.errors import (
     NoKvCacheSlot,
     PartialStateError,
-    PositionError,
     StateError,
     UnsupportedOperation,
 )
@@ -26,11 +25,12 @@ from pykvcache.sequence.checkpoints import (
     CheckpointPolicy,
     Checkpoints,
     WindowChunk,
+    fit,
 )
 from pykvcache.sequence.ledger import NOTHING, Ledger
 from pykvcache.sequence.pool import SequencePool
 
-__all__ = ["PutBack", "SequenceCells", "check_length"]
+__all__ = ["PutBack", "SequenceCells"]
 
 Row = npt.NDArray[np.float32]
 _T = TypeVar("_T")
@@ -400,7 +400,7 @@ class SequenceCells:
         """Evaluate the pending tokens; with `want_row` return the logits after the last token."""
         ledger = self.ledger
         n = len(ledger)
-        check_length(self.pool, n)
+        self.pool.check_length(n)
         if ledger.n_evaluated == n and (not want_row or self.row is not None):
             return self.row
         self._begin(n, want_row)
@@ -478,7 +478,8 @@ class SequenceCells:
                 self._take_window()
         except (UnsupportedOperation, StateError):
             return
-        self.pool.fit_checkpoints(self.policy.max_bytes)
+        every = [cells.points for cells in self.pool.members]
+        fit(every, self.policy.max_bytes, self.pool.ctx.model.n_swa)
 
     def _take_window(self) -> None:
         """Save window cells that the memory is about to drop, unless they are saved already."""
@@ -561,30 +562,3 @@ class SequenceCells:
         """Return the held tokens after the first n."""
         own = self.ledger.part(n, self.ledger.n_evaluated)
         return np.concatenate([own, self.ledger.stale])
-
-
-def check_length(pool: SequencePool, n: int) -> None:
-    """Raise if n tokens could never fit even alone, before a sequence is parked for them."""
-    if n <= pool.most_tokens:
-        return
-    ctx = pool.ctx
-    if ctx.memory_kind == "recurrent" or n <= ctx.n_ctx_seq:
-        last = ctx.max_position
-        raise PositionError(
-            f"the sequence has {n} tokens, but the highest position of this model is {last}: "
-            "truncate or discard some",
-            what="n_tokens",
-            value=n - 1,
-            limit=last,
-        )
-    why = f"n_ctx is {ctx.n_ctx}, always a multiple of 256"
-    if ctx.n_ctx_seq < ctx.n_ctx:
-        why += f", n_seq_max {ctx.n_seq_max} without kv_unified"
-    raise NoKvCacheSlot(
-        f"the sequence has {n} tokens, but one sequence has room for {ctx.n_ctx_seq} ({why}): "
-        'truncate or discard some, let LlamaSequence.generate(on_full="shift") do so, or make the '
-        "context with a larger n_ctx",
-        1,
-        n_tokens=n,
-        n_cells=ctx.n_ctx_seq,
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -12,7 +12,15 @@ from pykvcache._arguments import as_int
 from pykvcache._native import lib
 from pykvcache._ranges import Range, union
 
-__all__ = ["DEFAULT_POLICY", "CheckpointPolicy", "Checkpoints", "Saved", "WindowChunk"]
+__all__ = [
+    "DEFAULT_POLICY",
+    "CheckpointPolicy",
+    "Checkpoints",
+    "Saved",
+    "WindowChunk",
+    "fit",
+    "total_bytes",
+]
 
 #: What forks share: a recurrent state, or the bytes of window cells.
 Saved = lib.StatePart | npt.NDArray[np.uint8]
@@ -123,3 +131,33 @@ class Checkpoints:
         for n in list(self.states)[:-1]:
             yield n - before, self.states[n]
             before = n
+
+
+def total_bytes(every: Iterable[Checkpoints]) -> int:
+    """Return the bytes of the checkpoints of several sequences; shared ones count once."""
+    return sum({id(saved): saved.nbytes for one in every for saved in one}.values())
+
+
+def fit(every: list[Checkpoints], max_bytes: int, n_swa: int) -> None:
+    """Drop checkpoints of several sequences until they fit, cheapest to recompute first."""
+    while total_bytes(every) > max_bytes:
+        victim = _cheapest(every, n_swa)
+        for one in every:
+            one.remove(victim)
+
+
+def _cheapest(every: list[Checkpoints], n_swa: int) -> Saved:
+    """Return the checkpoint to drop first; there is one.
+
+    Order: window cells before the last two windows of the longest sequence, states that
+    precede another state, window cells before its last window, then any other.
+    """
+    longest = max((one.windows for one in every), key=len, default=[])
+    beyond = longest[-1].end - longest[0].end if longest else 0
+    if longest and beyond >= 2 * n_swa:
+        return longest[0].cells
+    if found := [gap for one in every for gap in one.gaps()]:
+        return min(found, key=lambda gap: gap[0])[1]
+    if longest and beyond >= n_swa:
+        return longest[0].cells
+    return next(saved for one in every for saved in one)

@@ -10,7 +10,7 @@ import numpy as np
 
 from pykvcache._native import lib
 from pykvcache.errors import OutputNotFinite
-from pykvcache.sequence.cells import Row, check_length
+from pykvcache.sequence.cells import Row
 
 if TYPE_CHECKING:
     from pykvcache.model import LlamaModel
@@ -96,7 +96,7 @@ def prompt_logprobs(sequence: LlamaSequence, n: int) -> list[dict[int, float]]:
         return begin, [row for row in rows if row is not None]
 
     with sequence._held():
-        check_length(cells.pool, len(tokens))
+        cells.pool.check_length(len(tokens))
         cells.attach()
         cells.rewind(0)
     while ledger.n_evaluated < len(found):

@@ -10,8 +10,13 @@ from typing import TYPE_CHECKING
 
 from pykvcache._native import lib
 from pykvcache.context import LlamaContext
-from pykvcache.errors import ClosedError, InternalError, NoKvCacheSlot, UnsupportedOperation
-from pykvcache.sequence.checkpoints import Saved
+from pykvcache.errors import (
+    ClosedError,
+    InternalError,
+    NoKvCacheSlot,
+    PositionError,
+    UnsupportedOperation,
+)
 
 if TYPE_CHECKING:
     from pykvcache.sequence.cells import SequenceCells
@@ -37,7 +42,9 @@ class SequencePool(lib.Turns):
         self._ctx = weakref.ref(ctx)
         self.native, self._n_seq_max = ctx.native, ctx.n_seq_max
         #: How many tokens one sequence can have.
-        self.most_tokens = _most_tokens(ctx)
+        self.most_tokens = ctx.max_position + 1
+        if ctx.memory_kind != "recurrent":
+            self.most_tokens = min(ctx.n_ctx_seq, self.most_tokens)
         # Owner of each id, least recently used first. Weak: a collected sequence frees its id.
         self._lent: OrderedDict[int, weakref.ref[SequenceCells]] = OrderedDict()
         # All existing sequences, including parked ones.
@@ -124,6 +131,32 @@ class SequencePool(lib.Turns):
 
     # Room ---------------------------------------------------------------------------------
 
+    def check_length(self, n: int) -> None:
+        """Raise if n tokens could never fit even alone, before a sequence is parked for them."""
+        if n <= self.most_tokens:
+            return
+        ctx = self.ctx
+        if ctx.memory_kind == "recurrent" or n <= ctx.n_ctx_seq:
+            last = ctx.max_position
+            raise PositionError(
+                f"the sequence has {n} tokens, but the highest position of this model is {last}: "
+                "truncate or discard some",
+                what="n_tokens",
+                value=n - 1,
+                limit=last,
+            )
+        why = f"n_ctx is {ctx.n_ctx}, always a multiple of 256"
+        if ctx.n_ctx_seq < ctx.n_ctx:
+            why += f", n_seq_max {ctx.n_seq_max} without kv_unified"
+        raise NoKvCacheSlot(
+            f"the sequence has {n} tokens, but one sequence has room for {ctx.n_ctx_seq} ({why}): "
+            'truncate or discard some, let LlamaSequence.generate(on_full="shift") do so, or make '
+            "the context with a larger n_ctx",
+            1,
+            n_tokens=n,
+            n_cells=ctx.n_ctx_seq,
+        )
+
     def make_room(self, cells: SequenceCells) -> bool:
         """Free cells that are not needed now; return False if no sequence has any to free."""
         if not self.ctx.kv_unified:
@@ -170,45 +203,6 @@ class SequencePool(lib.Turns):
             with contextlib.suppress(UnsupportedOperation):
                 ctx.kv_cache_compact()
 
-    # Checkpoints --------------------------------------------------------------------------
-
-    def fit_checkpoints(self, max_bytes: int) -> None:
-        """Drop checkpoints until they fit, cheapest to recompute first."""
-        while self.checkpoint_bytes() > max_bytes and self._forget_checkpoint():
-            pass
-
-    def checkpoint_bytes(self) -> int:
-        """Bytes of all checkpoints; a checkpoint shared by forks counts once."""
-        return sum({id(saved): saved.nbytes for saved in self._checkpoints()}.values())
-
-    def _checkpoints(self) -> Iterator[Saved]:
-        for cells in self.members:
-            yield from cells.points
-
-    def _forget_checkpoint(self) -> bool:
-        """Drop one checkpoint; return whether there was one.
-
-        Order: window cells before the last two windows of the longest sequence, states that
-        precede another state, window cells before its last window, then any other.
-        """
-        points = [cells.points for cells in self.members]
-        longest = max((one.windows for one in points), key=len, default=[])
-        beyond = longest[-1].end - longest[0].end if longest else 0
-        n_swa = self.ctx.model.n_swa
-        if longest and beyond >= 2 * n_swa:
-            victim: Saved | None = longest[0].cells
-        elif found := [gap for one in points for gap in one.gaps()]:
-            victim = min(found, key=lambda one: one[0])[1]
-        elif longest and beyond >= n_swa:
-            victim = longest[0].cells
-        else:
-            victim = next(self._checkpoints(), None)
-        if victim is None:
-            return False
-        for one in points:
-            one.remove(victim)
-        return True
-
     # Dropped sequences ----------------------------------------------------------------------
 
     def reap(self) -> None:
@@ -223,12 +217,6 @@ class SequencePool(lib.Turns):
         for cells in list(self.members):
             cells.release()
             cells.ledger.set_invocation(self.native.invocation)
-
-
-def _most_tokens(ctx: LlamaContext) -> int:
-    """Return how many tokens one sequence can have: its cells, and the positions of the model."""
-    positions = ctx.max_position + 1
-    return positions if ctx.memory_kind == "recurrent" else min(ctx.n_ctx_seq, positions)
 
 
 _pools: weakref.WeakKeyDictionary[LlamaContext, SequencePool] = weakref.WeakKeyDictionary()

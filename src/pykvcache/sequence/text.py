@@ -50,26 +50,18 @@ class Stop:
         """Check the user's argument; token ids must be in ``[0, n_vocab)``."""
         if stop is None:
             return cls()
-        items: list[str | SupportsIndex]
-        if isinstance(stop, str) or hasattr(stop, "__index__"):
-            items = [cast("str | SupportsIndex", stop)]
-        elif isinstance(stop, Iterable) and not isinstance(stop, bytes):
-            items = list(stop)
-        else:
-            raise TypeError(f"stop must be strings or token ids, not {type(stop).__name__}")
+        is_one = isinstance(stop, (str, bytes)) or hasattr(stop, "__index__")
         strings: list[str] = []
         tokens: set[int] = set()
-        for item in items:
-            if isinstance(item, str):
-                if not item:
-                    raise ArgumentError(
-                        "a stop string is empty: it would end every generation", "stop", item
-                    )
+        for item in [stop] if is_one or not isinstance(stop, Iterable) else stop:
+            if not isinstance(item, str):
+                tokens.add(as_int(cast(SupportsIndex, item), "a stop token", 0, n_vocab - 1))
+            elif item:
                 strings.append(item)
-            elif isinstance(item, bytes) or not hasattr(item, "__index__"):
-                raise TypeError(f"stop must be strings or token ids, not {type(item).__name__}")
             else:
-                tokens.add(as_int(item, "a stop token", 0, n_vocab - 1))
+                raise ArgumentError(
+                    "a stop string is empty: it would end every generation", "stop", item
+                )
         return cls(tuple(dict.fromkeys(strings)), frozenset(tokens))
 
 

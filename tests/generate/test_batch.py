@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from memory.kit import Make, words
-from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, Sampler
+from pykvcache import BatchGenerator, LlamaContext, LlamaModel, LlamaSequence, Sampler
 from pykvcache._native import lib
 from pykvcache.errors import InvalidBatch
+from support import attention_models, vocab
+from support.models import EXACT, Sizes, write_gguf
 
 
 def sampler(i: int) -> Sampler:
@@ -171,3 +174,43 @@ def test_an_id_outside_of_the_vocabulary_is_named(
             assert caught.value.value == value
     assert (caught.value.index, caught.value.limit) == (8, n_vocab)
     assert (len(sequence), generator.n_waiting) == (0, 0)
+
+
+# Large vocabularies: the threads that decode choose, too ------------------------------------------
+
+N_VOCAB = 40_000
+N_REQUESTS = 7
+
+
+def wide_sampler(i: int) -> Sampler:
+    bias = {int(t): 4.0 for t in np.random.default_rng(i).integers(0, N_VOCAB, 5)}
+    return (
+        Sampler(temperature=0),
+        Sampler(temperature=1, top_k=0, top_p=0.9, seed=i),
+        Sampler(temperature=0.8, top_k=40, seed=i, repeat_penalty=1.3, logit_bias=bias),
+        Sampler(temperature=0, logit_bias=bias, presence_penalty=0.5),
+    )[i % 4]
+
+
+def test_texts_generated_in_a_batch_equal_those_generated_alone(tmp_path: Path) -> None:
+    path = tmp_path / "wide.gguf"
+    plan = attention_models.llama(Sizes(n_layer=1), N_VOCAB)
+    write_gguf(path, plan, vocab.dummy(N_VOCAB), 0)
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(5, N_VOCAB, (N_REQUESTS, 9)).tolist()
+    options: dict[str, Any] = {"n_ctx": 512, "n_seq_max": 8, **EXACT}
+    with LlamaModel(path) as model:
+        alone = []
+        with LlamaContext(model, **options) as ctx:
+            for i, prompt in enumerate(prompts):
+                with LlamaSequence(ctx, prompt) as sequence:
+                    alone.append(list(sequence.generate(12, wide_sampler(i))))
+        for n_threads in (1, 2, 5):
+            with (
+                LlamaContext(model, n_threads_batch=n_threads, **options) as ctx,
+                BatchGenerator(ctx) as generator,
+            ):
+                handles = [generator.submit(p, 12, wide_sampler(i)) for i, p in enumerate(prompts)]
+                generator.run()
+                assert [list(handle.tokens) for handle in handles] == alone
+    assert len({tuple(text) for text in alone}) == N_REQUESTS

@@ -247,12 +247,12 @@ class Stepper:
     def _decode(self, ready: list[GenerationRequest], shares: list[Share]) -> bool:
         """Decode and distribute tokens; return False and do nothing if the call is refused."""
         self._check_room(len(self._rows) + len(ready))
-        prompts = [s for s in shares if _is_part(s.request.cells, s.end)]
+        prompts = [request.cells for request, end, _ in shares if _is_part(request.cells, end)]
         parts: list[tuple[lib.Tokens, int, int, int]] = []
-        for share in shares:
-            share.request.cells.row = None
-            ledger = share.request.cells.ledger
-            parts.append((ledger, ledger.seq_id, share.end, share.row))
+        for request, end, at in shares:
+            request.cells.row = None
+            ledger = request.cells.ledger
+            parts.append((ledger, ledger.seq_id, end, at))
         began = time.perf_counter()
         try:
             if ready:
@@ -263,18 +263,18 @@ class Stepper:
                 found = None if rows is None else ([], rows)
         except BaseException:
             self._looks[:] = ready
-            for share in shares:
-                share.request.cells.failed()
+            for request, _, _ in shares:
+                request.cells.failed()
             raise
         if found is None:
             return False
         tokens, rows = found
+        self._made += tokens
         if len(self._rows) >= len(shares) + _LEAST_TIMED:
             is_done = any(row is not None for row in rows)
             self._note_time(len(self._rows) + len(ready), time.perf_counter() - began, is_done)
-        for share in prompts:
-            share.request.cells.checkpoint()
-        self._made += tokens
+        for cells in prompts:
+            cells.checkpoint()
         self._look()
         for share, row in zip(shares, rows, strict=True):
             if row is not None:
@@ -308,8 +308,8 @@ class Stepper:
         request.sequence._evaluated(row)
         while request.siblings:
             sibling = request.siblings[0]
-            if sibling.sequence.is_closed:
-                sibling.end("error", ClosedError("the sequence was closed"))
+            if (problem := _problem(sibling)) is not None:
+                sibling.end("error", problem)
             elif self._branch(request, sibling):
                 if sibling.cached is not None:
                     sibling.cached.set_shared()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -152,9 +153,9 @@ def test_forks_after_evaluate_share_the_whole_prompt(
 @pytest.mark.hazard("N144")
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mamba", "jamba"])
 def test_forks_without_an_id_share_one_state(
-    name: str, make_context: Make, fresh_logits: Fresh
+    name: str, make_context: Make, fresh_logits: Fresh, tmp_path: Path
 ) -> None:
-    """As long as the parent holds the same."""
+    """As long as the parent holds the same, also if it was parked in between."""
     ctx = make_context(name, n_seq_max=1)
     tokens: list[int] = np.random.default_rng(1).integers(5, 56, 40).tolist()
     parent = LlamaSequence(ctx, tokens[:30])
@@ -167,6 +168,9 @@ def test_forks_without_an_id_share_one_state(
     assert None not in states
     assert len(set(states)) == 2
     assert states[0] is not states[-1]
+    parent.park()
+    parent.save(tmp_path / "restored")
+    assert parent.fork()._cells.state is states[-1]
     parent.truncate(30)
     parent.append([7])
     parent.evaluate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,13 @@ def made(request: pytest.FixtureRequest, folder: Path) -> Any:
     made.model.close()
 
 
+@pytest.fixture
+def llama(folder: Path) -> Iterator[Made]:
+    made = Made(folder, "llama")
+    yield made
+    made.model.close()
+
+
 def differ(a: Logits, b: Logits) -> float:
     return float(np.abs(a - b).max())
 
@@ -168,24 +176,21 @@ def test_generated_tokens_activate_nothing(folder: Path) -> None:
         assert differ(fork.logits(), made.by_hand([8, 9, 10, 5, 5, 5, 5, 5], None)) < RIGHT
         sequence.append([11])
         assert differ(sequence.logits(), made.by_hand([8, 9, 10, 5, 5, 5, 11], 5)) < RIGHT
-    made.model.close()
 
 
-def test_a_shift_moves_the_activation(folder: Path) -> None:
-    made = Made(folder, "llama")
-    with made.context([made.alora]) as ctx:
+def test_a_shift_moves_the_activation(llama: Made) -> None:
+    with llama.context([llama.alora]) as ctx:
         sequence = LlamaSequence(ctx, [*PROMPT, 80])
         sequence.evaluate()
         sequence.discard(4, 10)
         assert sequence.n_evaluated == len(PROMPT) - 5
-        made.right(PROMPT)
-        made.hand.remove(0, 4, 10)
-        made.hand.decode([80])
-        assert differ(sequence.logits(), made.hand.logits()) < RIGHT
+        llama.right(PROMPT)
+        llama.hand.remove(0, 4, 10)
+        llama.hand.decode([80])
+        assert differ(sequence.logits(), llama.hand.logits()) < RIGHT
         at = len(BEFORE) - 6
         sequence.discard(at, at + 1)  # without its first token nothing invokes the adapter
         assert sequence.n_evaluated == at
-    made.model.close()
 
 
 @pytest.mark.parametrize("swa_full", [True, False])
@@ -267,9 +272,8 @@ def test_files_of_activated_sequences_need_the_adapter(made: Made, tmp_path: Pat
                 loaded.close()
 
 
-def test_a_file_that_a_context_saved_is_not_trusted(folder: Path, tmp_path: Path) -> None:
-    made = Made(folder, "llama")
-    with made.context([made.alora]) as ctx:
+def test_a_file_that_a_context_saved_is_not_trusted(llama: Made, tmp_path: Path) -> None:
+    with llama.context([llama.alora]) as ctx:
         sequence = LlamaSequence(ctx, INVOCATION[:2])
         # The base evaluates generated tokens, although they invoke the adapter.
         only = Sampler(temperature=0, logit_bias={INVOCATION[2]: 1000.0})
@@ -280,8 +284,7 @@ def test_a_file_that_a_context_saved_is_not_trusted(folder: Path, tmp_path: Path
         loaded = LlamaSequence.load(ctx, tmp_path / "raw.kv")
         loaded.append([30])
         tokens = [*INVOCATION, 30]
-        assert differ(loaded.logits(), made.by_hand(tokens, 0)) < RIGHT
-    made.model.close()
+        assert differ(loaded.logits(), llama.by_hand(tokens, 0)) < RIGHT
 
 
 # The prefix cache ---------------------------------------------------------------------------------
@@ -389,9 +392,8 @@ def test_random_batches(made: Made, seed: int) -> None:
         cache.close()
 
 
-def test_an_abort_between_the_decodes_of_a_step_loses_no_token(folder: Path) -> None:
-    made = Made(folder, "llama")
-    with made.context([made.alora]) as ctx:
+def test_an_abort_between_the_decodes_of_a_step_loses_no_token(llama: Made) -> None:
+    with llama.context([llama.alora]) as ctx:
         generator = BatchGenerator(ctx)
         handles = [generator.submit(tokens, 6) for tokens in (BEFORE, PROMPT)]
         returned: dict[Any, list[int]] = {handle: [] for handle in handles}
@@ -411,7 +413,6 @@ def test_an_abort_between_the_decodes_of_a_step_loses_no_token(folder: Path) -> 
                     returned[handle].append(token)
         assert n_decodes > 8
         assert [returned[handle] for handle in handles] == [h.tokens.tolist() for h in handles]
-    made.model.close()
 
 
 def test_a_step_sees_the_edit_of_a_running_sequence(folder: Path) -> None:
@@ -427,37 +428,27 @@ def test_a_step_sees_the_edit_of_a_running_sequence(folder: Path) -> None:
         tokens = sequence.tokens.tolist()
         generator.step()
         assert handle.tokens[-1] == made.by_hand(tokens, len(tokens) - 1).argmax()
-    made.model.close()
 
 
-def test_an_llm_activates_adapters(folder: Path) -> None:
-    made = Made(folder, "llama")
-    with LLM(made.path, n_ctx=512, adapters=[made.alora.path], **EXACT) as llm:
-        for tokens in (PROMPT, [*BEFORE, 9], PROMPT):
-            found = llm.generate([tokens], max_tokens=1)[0]
-            assert found.tokens[0] == made.right(tokens).argmax()
-
-
-def test_tokens_of_an_activated_adapter_are_not_said_to_be_cached(folder: Path) -> None:
-    made = Made(folder, "llama")
-    with LLM(made.path, n_ctx=512, adapters=[made.alora.path], **EXACT) as llm:
+def test_an_llm_activates_adapters_whose_tokens_are_not_said_to_be_cached(llama: Made) -> None:
+    with LLM(llama.path, n_ctx=512, adapters=[llama.alora.path], **EXACT) as llm:
         for cached in (0, len(BEFORE)):
-            details = llm.generate([PROMPT], max_tokens=1)[0].usage["prompt_tokens_details"]
+            found = llm.generate([PROMPT], max_tokens=1)[0]
+            assert found.tokens[0] == llama.right(PROMPT).argmax()
             written = {"cached_tokens": cached, "cache_write_tokens": len(BEFORE) - cached}
-            assert details == written
-    made.model.close()
+            assert found.usage["prompt_tokens_details"] == written
+        found = llm.generate([[*BEFORE, 9]], max_tokens=1)[0]
+        assert found.tokens[0] == llama.right([*BEFORE, 9]).argmax()
 
 
 # Refusals -----------------------------------------------------------------------------------------
 
 
-def test_only_one_adapter_can_be_activated(folder: Path) -> None:
-    made = Made(folder, "llama")
-    second = made.adapter(3, [9])
-    with made.context([made.alora]) as ctx:
-        with pytest.raises(ArgumentError, match=f"{made.alora.digest[:16]}.*{second.digest[:16]}"):
-            ctx.set_adapters([made.alora, second])
-        assert ctx.adapters == ((made.alora, 1.0),)
-        ctx.set_adapters([made.alora, (second, 0.0)])
-        assert ctx.adapters == ((made.alora, 1.0),)
-    made.model.close()
+def test_only_one_adapter_can_be_activated(llama: Made) -> None:
+    second = llama.adapter(3, [9])
+    with llama.context([llama.alora]) as ctx:
+        with pytest.raises(ArgumentError, match=f"{llama.alora.digest[:16]}.*{second.digest[:16]}"):
+            ctx.set_adapters([llama.alora, second])
+        assert ctx.adapters == ((llama.alora, 1.0),)
+        ctx.set_adapters([llama.alora, (second, 0.0)])
+        assert ctx.adapters == ((llama.alora, 1.0),)

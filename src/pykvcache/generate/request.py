@@ -165,11 +165,17 @@ class GenerationRequest:
     def look(self) -> None:
         """Process new tokens, and end the request if one of them ends it."""
         lane, tokens = self.lane, self.tokens
-        try:
-            self._read()
-        except ClosedError as error:  # the model is closed, so tokens cannot become text
-            self.end("error", error)
-            return
+        if self.n_logprobs:
+            for i in range(len(self.logprobs), len(tokens)):
+                row = lane.rows[i - len(tokens)]
+                self.logprobs.append(likeliest(row, self.n_logprobs, tokens[i]))
+            lane.rows.clear()
+        if self._stop.strings:
+            try:
+                self._decode()
+            except ClosedError as error:  # the model is closed, so tokens cannot become text
+                self.end("error", error)
+                return
         if lane.error is not None:
             self.end("error", lane.error)
         elif (
@@ -180,17 +186,6 @@ class GenerationRequest:
             self.end("stop")
         elif lane.is_full:
             self.end("length")
-
-    def _read(self) -> None:
-        """Search the new tokens for stop strings, and record their log-probabilities."""
-        tokens, rows = self.tokens, self.lane.rows
-        if self.n_logprobs:
-            for i in range(len(self.logprobs), len(tokens)):
-                row = rows[i - len(tokens)]
-                self.logprobs.append(likeliest(row, self.n_logprobs, tokens[i]))
-            rows.clear()
-        if self._stop.strings:
-            self._decode()
 
     def end(self, reason: FinishReason, error: Exception | None = None) -> None:
         """Record why the request ended, unless it has ended before."""

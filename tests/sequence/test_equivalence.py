@@ -125,9 +125,10 @@ def test_shifted_cells_are_not_mistaken_for_cells_of_new_tokens(
     ctx = make_context(case.name, **(case.options | {"n_seq_max": 3}))
     cache = PrefixCache(ctx, block_size=8)
     tokens = words(1, 40)
-    rest = tokens[:10] + tokens[22:]
+    rest = tokens[:10] + tokens[22:30] + tokens[32:]
     sequence = cache.sequence(tokens)
     sequence.evaluate()
+    sequence.discard(30, 32, reevaluate=True)
     sequence.discard(10, 22, reevaluate=True)
     if parked:
         sequence.park()

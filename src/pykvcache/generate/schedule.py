@@ -178,7 +178,7 @@ class Schedule:
     def _fits(self, head: GenerationRequest) -> bool:
         if len(self.running) >= self.max_sequences:
             return False
-        if not self.ctx.kv_unified or self.ctx.memory_kind == "recurrent":
+        if not self.pool.shares_cells:
             return True
         # Cells that running requests still need are reserved for them.
         needed = sum(map(missing, self.running), missing(head)) + HEADROOM * len(self.running)

@@ -291,7 +291,7 @@ class Stepper:
     def _check_room(self, n: int) -> None:
         """Check for free cells first: a failed search for room may cost a window its cells."""
         ctx = self._schedule.ctx
-        if ctx.kv_unified and ctx.memory_kind != "recurrent" and ctx.n_cells_used + n > ctx.n_ctx:
+        if self._schedule.pool.shares_cells and ctx.n_cells_used + n > ctx.n_ctx:
             free = max(ctx.n_ctx - ctx.n_cells_used, 0)
             raise NoKvCacheSlot(
                 f"no room in the cache for {n} more tokens",

@@ -41,6 +41,8 @@ class SequencePool(lib.Turns):
     def __init__(self, ctx: LlamaContext) -> None:
         self._ctx = weakref.ref(ctx)
         self.native, self._n_seq_max = ctx.native, ctx.n_seq_max
+        #: Whether all sequences share one set of attention cells.
+        self.shares_cells = ctx.kv_unified and ctx.memory_kind != "recurrent"
         #: How many tokens one sequence can have.
         self.most_tokens = ctx.max_position + 1
         if ctx.memory_kind != "recurrent":
@@ -187,7 +189,7 @@ class SequencePool(lib.Turns):
 
     def _park_idle(self, running: tuple[SequenceCells, ...]) -> None:
         ctx = self.ctx
-        if not ctx.kv_unified or ctx.memory_kind == "recurrent":
+        if not self.shares_cells:
             return
         # Without a candidate, skip the query for the owners of cells.
         candidates = list(self.idle_members(running))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from memory.kit import CASES, Case, Fresh, Logits, Make, apart, words
-from pykvcache import LlamaSequence, PrefixCache
+from pykvcache import CheckpointPolicy, LlamaSequence, PrefixCache
 from pykvcache.errors import UnsupportedOperation
 
 SERVED = tuple(case for case in CASES if case.name != "t5")
@@ -139,3 +139,19 @@ def test_shifted_cells_are_not_mistaken_for_cells_of_new_tokens(
     sequence.truncate(8)
     sequence.append(rest[8:])
     assert apart(sequence.logits(), wanted) < case.tolerance
+
+
+def test_checkpoints_from_before_a_shift_are_not_restored(make_context: Make) -> None:
+    options = {"swa_full": False, "n_ctx": 2048, "n_ubatch": 32}
+    ctx, plain = make_context("gemma3", **options), make_context("gemma3", **options)
+    old, new = words(1, 24), words(2, 500)
+    sequence = LlamaSequence(ctx, old, checkpoints=CheckpointPolicy(spacing=8))
+    sequence.evaluate()
+    sequence.discard(4, 10)
+    sequence.append(new)
+    sequence.evaluate()  # the memory drops window cells of the first tokens
+    sequence.truncate(20)
+    plain.decode(old, seq_id=0)
+    plain.remove(0, 4, 10)
+    plain.decode(new[:2], seq_id=0)
+    assert apart(sequence.logits(), plain.logits()) < 1e-2

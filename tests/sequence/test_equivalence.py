@@ -155,3 +155,16 @@ def test_checkpoints_from_before_a_shift_are_not_restored(make_context: Make) ->
     plain.remove(0, 4, 10)
     plain.decode(new[:2], seq_id=0)
     assert apart(sequence.logits(), plain.logits()) < 1e-2
+
+
+def test_a_refused_discard_loses_no_cells(make_context: Make) -> None:
+    ctx = make_context("gemma3", n_ctx=2048, n_seq_max=2)
+    sequence = LlamaSequence(ctx, words(1, 400))
+    sequence.evaluate()
+    fork = sequence.fork()
+    assert sequence.seq_id is not None
+    cells = ctx.native.window_range(sequence.seq_id)
+    with pytest.raises(UnsupportedOperation):
+        sequence.discard(4, 10)
+    assert ctx.native.window_range(sequence.seq_id) == cells
+    assert len(fork) == 400

@@ -159,6 +159,26 @@ def test_a_first_sample_that_ends_early_does_not_end_the_others(
     assert samples[1].tokens.tolist() == alone
 
 
+def test_a_sample_whose_watcher_raises_gets_its_token_once(make_context: Make) -> None:
+    generator = BatchGenerator(make_context("llama"))
+    samples = generator.submit(words(1, 30), 1, Sampler(temperature=1, seed=3), n=3)
+    assert isinstance(samples, list)
+    errors = [ZeroDivisionError()]
+
+    def fail() -> None:
+        if errors:
+            raise errors.pop()
+
+    samples[1].watch(fail)
+    with pytest.raises(ZeroDivisionError):
+        generator.run(progress=False)
+    generator.run(progress=False)
+    alone = LlamaSequence(make_context("llama"), words(1, 30))
+    for i, sample in enumerate(samples):
+        chosen = list(alone.fork().generate(1, Sampler(temperature=1, seed=3 + i)))
+        assert (sample.tokens.tolist(), sample.finish_reason) == (chosen, "length")
+
+
 @pytest.mark.hazard("N67")
 def test_samples_stay_in_the_namespace_of_their_prompt(make_context: Make) -> None:
     ctx = make_context("llama")

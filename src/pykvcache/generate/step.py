@@ -155,11 +155,12 @@ class Stepper:
             try:
                 ready = self._ready(able) if together else []
                 others = [request for request in able if request not in ready]
-                shares = self._collect(others, self._n_batch - len(ready), is_active)
+                shares = self._collect(others, self._n_batch - len(ready))
                 if not shares and not ready:
                     return None
                 done = self._decode(ready, shares)
-                together = False  # too many for one call, or changed concurrently
+                # Too many for one call, changed concurrently, or back before an activation.
+                together = False
             except NoKvCacheSlot as error:
                 if not schedule.make_room():
                     self._refuse(schedule.running[0], error)
@@ -189,9 +190,7 @@ class Stepper:
 
     # In -----------------------------------------------------------------------------------------
 
-    def _collect(
-        self, requests: list[GenerationRequest], room: int, is_active: bool
-    ) -> list[Share]:
+    def _collect(self, requests: list[GenerationRequest], room: int) -> list[Share]:
         """Fill the batch: first generating requests, one token each, then parts of prompts."""
         self._rows.clear()
         shares, prompts = [], []
@@ -212,8 +211,6 @@ class Stepper:
             n = len(ledger)
             cells.attach()
             cells.rewind(min(ledger.n_evaluated, n - 1))
-            if ledger.is_active != is_active:
-                continue  # it went back to before the activation
             if n - ledger.n_evaluated == 1 and room:
                 shares.append(self._put(request, n))
                 room -= 1
@@ -332,8 +329,6 @@ class Stepper:
         """Fork the evaluated prompt to another sample; return False if it cannot be used."""
         mine, other = request.cells, sibling.cells
         n = len(mine.ledger)
-        if sibling.lane.tokens or sibling.finish is not None:
-            return False  # already done, before an error
         if other.seq_id is not None or other.state is not None:
             other.release()
         if not np.array_equal(mine.ledger.part(0, n), other.ledger.part(0, len(other.ledger))):

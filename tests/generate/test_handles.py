@@ -153,18 +153,6 @@ def test_an_error_of_one_request_leaves_the_others_alone(ctx: LlamaContext) -> N
     assert good.wait().tokens.tolist() == alone(ctx, PROMPTS[0], 12)
 
 
-def test_a_request_that_fills_the_cache_alone_ends_with_full(stories: LlamaModel) -> None:
-    with LlamaContext(stories, n_ctx=256, n_seq_max=2, n_threads=1, **EXACT) as ctx:
-        generator = BatchGenerator(ctx)
-        handle = generator.submit(PROMPTS[0], 1000)
-        other = generator.submit(PROMPTS[1], 1000)
-        generator.run()
-        for one, prompt in ((handle, PROMPTS[0]), (other, PROMPTS[1])):
-            assert one.finish_reason == "full"
-            n = len(stories.tokenize(prompt))
-            assert len(one.tokens) == 257 - n
-
-
 def test_closing_ends_the_remaining_requests(ctx: LlamaContext) -> None:
     with BatchGenerator(ctx) as generator:
         handles = [generator.submit(prompt, 50) for prompt in PROMPTS]
@@ -321,15 +309,6 @@ def test_dropping_a_handle_aborts(generator: BatchGenerator) -> None:
     gc.collect()
     assert kept.wait().finish_reason == "length"
     assert is_empty(generator)
-
-
-def test_a_callers_sequence_continues_without_a_handle(ctx: LlamaContext) -> None:
-    with LlamaSequence(ctx, TEXT) as sequence, BatchGenerator(ctx) as generator:
-        n = len(sequence)
-        generator.submit(sequence, 5)
-        gc.collect()
-        generator.run()
-        assert len(sequence) == n + 5
 
 
 def test_steps_return_tokens_of_kept_handles_and_of_callers_sequences(ctx: LlamaContext) -> None:

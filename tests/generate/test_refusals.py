@@ -107,6 +107,13 @@ def test_ids_that_are_used_by_hand_are_an_error(make_context: Make) -> None:
     assert len(generator.submit(words(1, 9), 4, endless(ctx)).wait().tokens) == 4
 
 
+def test_cells_that_are_used_by_hand_end_a_request_as_full(make_context: Make) -> None:
+    ctx = make_context("llama", n_ctx=256, n_seq_max=2)
+    ctx.decode(words(1, 200), seq_id=0)
+    handle = BatchGenerator(ctx).submit(words(2, 40), 60, endless(ctx)).wait()
+    assert (handle.finish_reason, len(handle.tokens)) == ("full", 256 - 200 - 40 + 1)
+
+
 @pytest.mark.hazard("N144")
 def test_samples_without_an_id_share_one_state(make_context: Make) -> None:
     ctx = make_context("llama", n_ctx=512, n_seq_max=2)

@@ -42,15 +42,6 @@ def test_a_loaded_sequence_continues_where_it_was_saved(
     assert apart(again.logits(), fresh_logits(case.name, tokens)) < case.tolerance
 
 
-def test_a_sequence_without_evaluated_tokens(make_context: Make, tmp_path: Path) -> None:
-    ctx = make_context("llama")
-    for tokens in ([], [5, 6, 7]):
-        LlamaSequence(ctx, tokens).save(tmp_path / "s")
-        loaded = LlamaSequence.load(ctx, tmp_path / "s")
-        assert loaded.tokens.tolist() == tokens
-        assert loaded.n_evaluated == 0
-
-
 def test_invalid_files_raise(make_context: Make, tmp_path: Path) -> None:
     ctx = make_context("llama", n_seq_max=2)
     sequence = LlamaSequence(ctx, [5, 6, 7])

@@ -85,14 +85,6 @@ def test_a_prompt_that_does_not_fit_changes_nothing(ctx: LlamaContext) -> None:
     assert other.seq_id is not None, "nobody left for what cannot fit anyway"
 
 
-def test_on_full_shift_evaluates_again_if_the_memory_cannot_shift(make_context: Make) -> None:
-    ctx = make_context("jamba", n_ctx=256, n_seq_max=1)
-    seq = LlamaSequence(ctx, np.arange(5, 15, dtype=np.int32))
-    gen = seq.generate(600, on_full="shift")
-    assert len(list(gen)) == 600 or gen.finish_reason == "stop"
-    assert len(seq) <= 257
-
-
 def test_arguments_are_checked_by_the_call(ctx: LlamaContext) -> None:
     seq = LlamaSequence(ctx, PROMPT)
     tokens = seq.tokens

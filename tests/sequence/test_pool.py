@@ -43,19 +43,6 @@ def test_parked_sequences_are_restored_not_evaluated(make_context: Make) -> None
     assert ctx.tokens_evaluated == before + 6
 
 
-def test_ids_that_are_used_by_hand_are_left_alone(make_context: Make) -> None:
-    ctx = make_context("llama", n_seq_max=3)
-    mine = words(1, 20)
-    ctx.decode(mine, seq_id=2)
-    ctx.decode(mine[:10], seq_id=0)
-    some = [LlamaSequence(ctx, words(i, 30)) for i in range(4)]
-    for sequence in some:
-        sequence.evaluate()
-        assert sequence.seq_id == 1
-    assert ctx.kv_cache_seq_pos_max(2) == 19
-    assert ctx.kv_cache_seq_pos_max(0) == 9
-
-
 def test_a_dropped_sequence_frees_its_cells(make_context: Make) -> None:
     ctx = make_context("llama", n_seq_max=2)
     sequence = LlamaSequence(ctx, words(1, 30))

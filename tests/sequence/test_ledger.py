@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pykvcache.errors import ArgumentError
-from pykvcache.sequence.checkpoints import CheckpointPolicy
+from pykvcache.sequence.checkpoints import (
+    CheckpointPolicy,
+    Checkpoints,
+    WindowChunk,
+    fit,
+    total_bytes,
+)
 from pykvcache.sequence.ledger import Ledger, common_prefix
 from pykvcache.sequence.text import Stop, TextStream
 
@@ -120,3 +126,21 @@ def test_a_policy_takes_every_integer_and_nothing_else() -> None:
     with pytest.raises(ArgumentError, match="spacing is -1: it must be at least 0") as caught:
         CheckpointPolicy(spacing=-1)
     assert (caught.value.what, caught.value.value, caught.value.limit) == ("spacing", -1, 0)
+
+
+def test_checkpoints_that_are_cheap_to_recompute_leave_first() -> None:
+    saved = {name: np.zeros(10, np.uint8) for name in "abcdvwxyz"}
+    one, other = Checkpoints(), Checkpoints()
+    for checkpoints, n, name in ((one, 50, "d"), (one, 20, "a"), (one, 25, "c"), (other, 12, "b")):
+        checkpoints.add_state(n, saved[name])  # type: ignore[arg-type]
+    one.windows = [WindowChunk(10 * i, 10, 10, saved[name]) for i, name in enumerate("vwxyz")]
+    every = [other, one, one.up_to(45)]
+    assert total_bytes(every) == 90, "what forks share counts once"
+    order = ""
+    while total_bytes(every):
+        fit(every, total_bytes(every) - 1, n_swa=10)
+        left = [id(one) for checkpoints in every for one in checkpoints]
+        order += "".join(
+            name for name in saved if name not in order and id(saved[name]) not in left
+        )
+    assert order == "vwxcaybdz"

@@ -171,3 +171,20 @@ def test_a_refused_discard_loses_no_cells(make_context: Make) -> None:
         sequence.discard(4, 10)
     assert ctx.native.window_range(sequence.seq_id) == cells
     assert len(fork) == 400
+
+
+def test_window_cells_come_from_checkpoints_and_the_memory(make_context: Make) -> None:
+    ctx = make_context("gemma3", swa_full=False, n_ctx=2048, n_ubatch=32)
+    sequence = LlamaSequence(ctx, words(1, 100), checkpoints=CheckpointPolicy(spacing=8))
+    sequence.evaluate()
+    assert sequence.seq_id is not None
+    cells, layout = sequence._cells, ctx.native.block_layout("window")
+    del cells.points.windows[3:5], cells.points.windows[0]
+    wanted = np.empty(90 * layout.cell_bytes, np.uint8)
+    assert ctx.native.get_block(sequence.seq_id, 5, 90, wanted, "window")
+    found, at = np.zeros_like(wanted), 0
+    for data, _, used in cells.window_cells(5, 95):
+        layout.copy_cells(data, 0, used, found, at)
+        at += used
+    assert at == 90
+    assert found.tobytes() == wanted.tobytes()

@@ -179,12 +179,12 @@ def test_window_cells_come_from_checkpoints_and_the_memory(make_context: Make) -
     sequence.evaluate()
     assert sequence.seq_id is not None
     cells, layout = sequence._cells, ctx.native.block_layout("window")
-    del cells.points.windows[3:5], cells.points.windows[0]
-    wanted = np.empty(90 * layout.cell_bytes, np.uint8)
-    assert ctx.native.get_block(sequence.seq_id, 5, 90, wanted, "window")
+    del cells.points.windows[-1], cells.points.windows[3:5]
+    wanted = np.empty(94 * layout.cell_bytes, np.uint8)
+    assert ctx.native.get_block(sequence.seq_id, 5, 94, wanted, "window")
     found, at = np.zeros_like(wanted), 0
-    for data, _, used in cells.window_cells(5, 95):
+    for data, _, used in cells.window_cells(5, 99):
         layout.copy_cells(data, 0, used, found, at)
         at += used
-    assert at == 90
+    assert at == 94
     assert found.tobytes() == wanted.tobytes()

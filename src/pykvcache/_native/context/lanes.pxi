@@ -113,10 +113,6 @@ cdef class Tokens:
         self.put_all(self.n, more)
         return True
 
-    def cut(self, Py_ssize_t n):
-        self.n = max(0, min(n, self.n))
-        self.edited()
-
     cdef int put_all(self, Py_ssize_t begin, vector[int32_t]& more) except -1:
         """Replace the tokens from `begin` on."""
         cdef Py_ssize_t count = <Py_ssize_t>more.size()

@@ -54,14 +54,16 @@ class Stop:
         strings: list[str] = []
         tokens: set[int] = set()
         for item in [stop] if is_one or not isinstance(stop, Iterable) else stop:
-            if not isinstance(item, str):
-                tokens.add(as_int(cast(SupportsIndex, item), "a stop token", 0, n_vocab - 1))
-            elif item:
+            if isinstance(item, str):
+                if not item:
+                    raise ArgumentError(
+                        "a stop string is empty: it would end every generation", "stop", item
+                    )
                 strings.append(item)
+            elif isinstance(item, bytes) or not hasattr(item, "__index__"):
+                raise TypeError(f"stop must be strings or token ids, not {type(item).__name__}")
             else:
-                raise ArgumentError(
-                    "a stop string is empty: it would end every generation", "stop", item
-                )
+                tokens.add(as_int(cast(SupportsIndex, item), "a stop token", 0, n_vocab - 1))
         return cls(tuple(dict.fromkeys(strings)), frozenset(tokens))
 
 

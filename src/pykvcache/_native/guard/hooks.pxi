@@ -160,7 +160,7 @@ cdef int _check(int32_t code, str where) except -1:
 
 
 cdef object _caught_error(str where):
-    cdef lib.failure found = lib.caught()
+    cdef const lib.failure* found = &lib.caught()
     text = _text(found.text)
     if not found.endpoint.empty():
         return DeviceLost(_text(found.endpoint), where, text)

@@ -33,6 +33,8 @@ from pykvcache.errors import (
     UnsupportedOperation,
 )
 from pykvcache.generate import GenerationHandle
+from pykvcache.generate.request import GenerationRequest
+from pykvcache.sequence.text import TextStream
 from support.models import EXACT
 
 TEXT = "Once upon a time there was a little girl named"
@@ -48,6 +50,64 @@ def ctx(stories: LlamaModel) -> Iterator[LlamaContext]:
 def alone(ctx: LlamaContext, prompt: str, n: int) -> list[int]:
     with LlamaSequence(ctx, prompt) as sequence:
         return list(sequence.generate(n))
+
+
+def test_a_slow_reader_of_the_text_hides_no_stop_string(
+    ctx: LlamaContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, generator = ctx.model, BatchGenerator(ctx)
+    tokens = alone(ctx, "One day", 8)
+    stop = model.detokenize(tokens[5:7])
+    want = generator.submit("One day", 12, stop=stop).wait()
+    assert want.stop_string == stop
+    handle = generator.submit("One day", 12, stop=stop)
+    while len(handle.tokens) < len(want.tokens) - 1:
+        generator.step()
+    handle._request._decoded = 0, "", TextStream((stop,))  # as if nobody had read it
+    copied, overtaken = threading.Event(), threading.Event()
+    reader = threading.Thread(target=lambda: handle.text)
+    plain_piece, plain_decode = LlamaModel.token_to_piece, GenerationRequest._decode
+
+    def piece(self: LlamaModel, token: int, **options: Any) -> bytes:
+        if threading.current_thread() is reader:
+            copied.set()
+            overtaken.wait(10)
+        return plain_piece(self, token, **options)
+
+    def decode(self: GenerationRequest) -> Any:
+        found = plain_decode(self)
+        if threading.current_thread() is not reader:
+            overtaken.set()  # the reader stores its older text between the steps of this thread
+            reader.join()
+        return found
+
+    monkeypatch.setattr(LlamaModel, "token_to_piece", piece)
+    monkeypatch.setattr(GenerationRequest, "_decode", decode)
+    reader.start()
+    assert copied.wait(10)
+    generator.run(progress=False)
+    assert handle.tokens.tolist() == want.tokens.tolist()
+    assert (handle.finish_reason, handle.stop_string) == ("stop", stop)
+    assert handle.text == want.text
+
+
+def test_an_iterator_yields_tokens_made_while_it_asks_for_the_end(
+    ctx: LlamaContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = alone(ctx, "One day", 12)
+    generator = BatchGenerator(ctx)
+    handle = generator.submit("One day", 12)
+    tokens = iter(handle)
+    found = [next(tokens), next(tokens)]
+    plain: Any = GenerationRequest.finish_reason
+
+    def finish_reason(self: GenerationRequest) -> Any:
+        monkeypatch.setattr(GenerationRequest, "finish_reason", plain)
+        generator.run(progress=False)  # as another thread may
+        return plain.fget(self)
+
+    monkeypatch.setattr(GenerationRequest, "finish_reason", property(finish_reason))
+    assert found + list(tokens) == want
 
 
 def test_iterating_over_one_handle_drives_all_requests(ctx: LlamaContext) -> None:

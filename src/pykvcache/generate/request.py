@@ -88,6 +88,7 @@ class GenerationRequest:
         # Number of tokens that were decoded, their text, and the decoder; replaced together,
         # because any thread may read the text.
         self._decoded = 0, "", TextStream(stop.strings)
+        self.stop_string: str | None = None
         self.lane = lib.Lane(
             self.cells.ledger,
             sampler.native,
@@ -130,11 +131,6 @@ class GenerationRequest:
         return text, copy.copy(stream)
 
     @property
-    def stop_string(self) -> str | None:
-        """As in `GenerationHandle`."""
-        return self._decoded[2].stopped
-
-    @property
     def finish_reason(self) -> FinishReason | None:
         """As in `GenerationHandle`: "aborted" as soon as `abort` was called."""
         return "aborted" if self.finish is None and self.is_aborted else self.finish
@@ -147,13 +143,15 @@ class GenerationRequest:
 
     def token(self, i: int) -> int | None:
         """Return token i, making steps if no other thread does; None if it ended before."""
-        while i >= len(self.tokens):
-            if (reason := self.finish_reason) is not None:
+        while True:
+            reason = self.finish_reason  # read before the tokens, which are complete then
+            if i < len(self.tokens):
+                return self.tokens[i]
+            if reason is not None:
                 if self.error is not None and reason == "error":
                     raise self.error
                 return None
             self._generator._advance()
-        return self.tokens[i]
 
     # For the generator --------------------------------------------------------------------------
 
@@ -172,7 +170,7 @@ class GenerationRequest:
             lane.rows.clear()
         if self._stop.strings:
             try:
-                self._decode()
+                self.stop_string = self._decode()[1].stopped
             except ClosedError as error:  # the model is closed, so tokens cannot become text
                 self.end("error", error)
                 return

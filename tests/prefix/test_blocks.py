@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from memory.kit import Make
 from pykvcache.prefix.block_hash import block_names, root_name
+from pykvcache.prefix.memory import CacheMemory
 
 DIGESTS: dict[str, Any] = {"model": b"m" * 32, "rope": b"r" * 32, "layout": b"l" * 32}
 
@@ -41,3 +43,13 @@ def test_block_hashes_follow_the_documented_formula() -> None:
 def test_roots_differ_in_everything_that_matters(change: dict[str, Any]) -> None:
     facts = {**DIGESTS, "block_size": 2, "namespace": ""}
     assert root_name(**facts) != root_name(**{**facts, **change})
+
+
+@pytest.mark.parametrize(
+    ("name", "digest"),
+    [("llama", "6f65695e3422f84f"), ("gemma3", "70ee748106449844"), ("jamba", "7167910e58e71864")],
+)
+def test_names_of_stored_blocks_never_change(make_context: Make, name: str, digest: str) -> None:
+    """A layout with another digest makes misses of all blocks that earlier versions wrote."""
+    ctx = make_context(name, n_seq_max=4, type_k="f32", type_v="f32", flash_attn="disabled")
+    assert CacheMemory(ctx, 8, 1 << 20).digests["layout"].hex()[:16] == digest

@@ -109,7 +109,7 @@ class PartLayout:
             "n_layer": self.n_layer,
             "extended": self.extended,
             "v_trans": self.v_trans,
-            "rows": [astuple(rows) for rows in self.rows],
+            "rows": [list(astuple(rows)) for rows in self.rows],  # names of blocks hash its repr
         }
 
     @classmethod

@@ -126,7 +126,7 @@ class Stepper:
             self._looks.pop()
 
     def _step(self) -> None:
-        """Let requests join, and decode; if that raises, the next step returns what was made."""
+        """Let requests join, and decode; if that raises, the next step returns the new tokens."""
         schedule = self._schedule
         self.drop_aborted()
         schedule.admit()
